@@ -1,0 +1,1 @@
+"""Transformer layers: NNX modules and pure array functions that know logical names only."""

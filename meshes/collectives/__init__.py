@@ -1,0 +1,1 @@
+"""Hand-written collectives: what a sharded computation exchanges, spelled out."""

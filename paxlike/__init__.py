@@ -1,0 +1,1 @@
+"""What runs an experiment: configuration, data, training, checkpoints, inference, analysis."""

@@ -1,0 +1,1 @@
+"""One module a mode: a plain function `mode(experiment, workdir) -> Report`."""

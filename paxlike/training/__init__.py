@@ -1,0 +1,1 @@
+"""Training: optimizers, state, the compiled step and the loop around it."""

@@ -1,0 +1,117 @@
+"""How a model is trained: optimizer and run, as frozen data. Free of JAX."""
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Optimizer, learning-rate schedule, clipping and weight decay.
+
+    Attributes:
+        name: the update rule.
+        learning_rate: peak learning rate.
+        schedule: shape after warm-up: constant, cosine or linear decay over the rest of the run,
+            or wsd (warm-up, stable, then linear decay over the last `decay_fraction`).
+        warmup_steps: steps of linear warm-up from 0.
+        final_fraction: learning rate at the end, as a fraction of the peak.
+        decay_fraction: wsd: part of the run that decays.
+        beta1, beta2, epsilon: moments' decay and the denominator's floor.
+        weight_decay: decoupled decay of the parameters that `decay_mask` names.
+        decay_mask: `matrices` leaves norms, biases and 1-D parameters alone; `all` does not.
+        clip_norm: global gradient norm above which gradients are scaled down; None is off.
+        moment_dtype: dtype of the first moment; None is the parameters'.
+    """
+
+    name: Literal["adamw", "adafactor", "lion", "muon", "sgd"] = "adamw"
+    learning_rate: float = 3e-4
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    warmup_steps: int = 0
+    final_fraction: float = 0.1
+    decay_fraction: float = 0.2
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    decay_mask: Literal["matrices", "all"] = "matrices"
+    clip_norm: float | None = 1.0
+    moment_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.learning_rate <= 0:
+            raise ValueError(
+                f"optimizer.learning_rate is {self.learning_rate}; expected a positive number"
+            )
+        if self.warmup_steps < 0:
+            raise ValueError(f"optimizer.warmup_steps is {self.warmup_steps}; expected at least 0")
+        for name in ("final_fraction", "decay_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"optimizer.{name} is {getattr(self, name)}; expected 0 to 1")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optimizer.{name} is {getattr(self, name)}; expected [0, 1)")
+        if self.weight_decay < 0 or self.epsilon <= 0:
+            raise ValueError(
+                f"optimizer.weight_decay is {self.weight_decay} and optimizer.epsilon "
+                f"{self.epsilon}; expected a decay of at least 0 and a positive epsilon"
+            )
+        if self.clip_norm is not None and self.clip_norm <= 0:
+            raise ValueError(
+                f"optimizer.clip_norm is {self.clip_norm}; expected a positive number, or None"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run.
+
+    Attributes:
+        num_steps: optimizer steps.
+        global_batch_size: sequences of one optimizer step, whatever the mesh.
+        accumulation_steps: parts into which the batch is cut, one after another.
+        log_every, eval_every, checkpoint_every: steps between; 0 is never (a checkpoint is
+            written at the end all the same).
+        eval_steps: batches of one evaluation.
+        keep_checkpoints: newest checkpoints to keep.
+        ema_decay: decay of an exponential moving average of the parameters; None is off.
+        on_bad_step: what to do when loss or gradients are not finite, or the loss exceeds
+            `spike_factor` times its running mean: `stop`, keeping the last good checkpoint, or
+            `skip` the update.
+        spike_factor: see above; None only watches for what is not finite.
+        max_bad_steps: consecutive skipped updates after which the run stops all the same.
+    """
+
+    num_steps: int = 100
+    global_batch_size: int = 8
+    accumulation_steps: int = 1
+    log_every: int = 10
+    eval_every: int = 0
+    eval_steps: int = 8
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 2
+    ema_decay: float | None = None
+    on_bad_step: Literal["stop", "skip"] = "stop"
+    spike_factor: float | None = None
+    max_bad_steps: int = 10
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_steps", "global_batch_size", "accumulation_steps", "eval_steps",
+            "keep_checkpoints", "max_bad_steps",
+        ):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"train.{name} is {getattr(self, name)}; expected at least 1")
+        for name in ("log_every", "eval_every", "checkpoint_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"train.{name} is {getattr(self, name)}; expected at least 0")
+        if self.global_batch_size % self.accumulation_steps:
+            raise ValueError(
+                f"train.global_batch_size is {self.global_batch_size}, which "
+                f"train.accumulation_steps = {self.accumulation_steps} does not divide"
+            )
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ValueError(f"train.ema_decay is {self.ema_decay}; expected 0 to 1, or None")
+        if self.spike_factor is not None and self.spike_factor <= 1:
+            raise ValueError(
+                f"train.spike_factor is {self.spike_factor}; expected more than 1, or None"
+            )
