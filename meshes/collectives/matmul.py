@@ -29,6 +29,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from meshes.collectives.varying import own_slice
+
 Layout = dict[str, tuple[str, ...]]
 
 
@@ -156,11 +158,6 @@ def _check_minor(equation: str, layout: Layout, moves: Sequence[Move]) -> None:
             )
 
 
-def _varying(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    new = tuple(axis for axis in axes if axis not in jax.typeof(x).vma)
-    return jax.lax.pcast(x, new, to="varying") if new else x
-
-
 def _enter(x: jax.Array, product: Product, side: int) -> jax.Array:
     """Bring one operand from its own layout to that of the local product."""
     letters = _letters(product.equation)[side]
@@ -168,10 +165,7 @@ def _enter(x: jax.Array, product: Product, side: int) -> jax.Array:
         to = "invarying" if move.replicates else "varying"
         x = jax.lax.all_gather(x, move.axis, axis=letters.index(move.letter), tiled=True, to=to)
     for move in product.slices[side]:
-        dim = letters.index(move.letter)
-        size = x.shape[dim] // jax.lax.axis_size(move.axis)
-        start = jax.lax.axis_index(move.axis) * size
-        x = jax.lax.dynamic_slice_in_dim(_varying(x, (move.axis,)), start, size, dim)
+        x = own_slice(x, move.axis, letters.index(move.letter))
     return x
 
 

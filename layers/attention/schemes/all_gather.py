@@ -1,0 +1,84 @@
+"""All-gather of keys and values: each device attends from its own queries to the whole sequence.
+
+Exchanges, over the axes of `act_seq` that `act_kv_seq` does not keep: one all-gather each of keys,
+values, positions and segments forward, and a reduce-scatter each of dK and dV backward;
+2 (r-1)/r B S K H elements sent per device each way on r ranks (the context parallelism of Llama 3,
+arXiv 2407.21783, section 3.3.2). No exchange when the sequence is not split. Keys and values of the
+whole sequence must fit on each device.
+"""
+
+import jax
+
+from layers.attention.core import attend
+from layers.attention.schemes.base import Masking
+from meshes.collectives.varying import varying
+from meshes.context import Parallelism, current
+
+
+class AllGather:
+    """See the module."""
+
+    def __call__(
+        self,
+        q_BNTH: jax.Array,
+        k_BKSH: jax.Array,
+        v_BKSH: jax.Array,
+        *,
+        q_positions_BT: jax.Array,
+        kv_positions_BS: jax.Array,
+        q_segments_BT: jax.Array,
+        kv_segments_BS: jax.Array,
+        masking: Masking,
+    ) -> jax.Array:
+        """See `AttentionScheme`."""
+        par = current()
+        num_heads, num_kv_heads = q_BNTH.shape[1], k_BKSH.shape[1]
+        gathered = tuple(a for a in par.axes("act_seq") if a not in par.axes("act_kv_seq"))
+        whole = q_BNTH.shape[2] == k_BKSH.shape[2] and not par.axes("act_seq")
+
+        def local(q, k, v, q_pos, kv_pos, q_seg, kv_seg):
+            k, v = (_local_kv_heads(par, x, num_heads, num_kv_heads, q.shape[1]) for x in (k, v))
+            for axis in reversed(gathered):
+                k, v = (jax.lax.all_gather(x, axis, axis=2, tiled=True) for x in (k, v))
+                kv_pos, kv_seg = (
+                    jax.lax.all_gather(x, axis, axis=1, tiled=True) for x in (kv_pos, kv_seg)
+                )
+            return attend(
+                q, k, v,
+                q_positions_BT=q_pos, kv_positions_BS=kv_pos,
+                q_segments_BT=q_seg, kv_segments_BS=kv_seg,
+                causal=masking.causal, window=masking.window, scale=masking.scale,
+                softcap=masking.softcap, aligned=whole,
+            )  # fmt: skip
+
+        queries = par.spec(("act_batch", "act_heads", "act_seq", None), q_BNTH.shape, "queries")
+        keys = par.spec(("act_batch", "act_kv_heads", "act_seq", None), k_BKSH.shape, "keys")
+        tokens = par.spec(("act_batch", "act_seq"))
+        return jax.shard_map(
+            local,
+            in_specs=(queries, keys, keys, tokens, tokens, tokens, tokens),
+            out_specs=queries,
+        )(q_BNTH, k_BKSH, v_BKSH, q_positions_BT, kv_positions_BS, q_segments_BT, kv_segments_BS)
+
+
+def _local_kv_heads(
+    par: Parallelism, x: jax.Array, num_heads: int, num_kv_heads: int, local_heads: int
+) -> jax.Array:
+    """Choose the key/value heads that this device's query heads read, if each device has all.
+
+    Raises:
+        ValueError: the query heads of a device would straddle groups unevenly.
+    """
+    axes = par.axes("act_heads")
+    if par.axes("act_kv_heads") == axes:
+        return x
+    group = num_heads // num_kv_heads
+    if local_heads % group and group % local_heads:
+        raise ValueError(
+            f"{num_heads} query heads over {num_heads // local_heads} devices leave {local_heads} "
+            f"a device, which share {num_kv_heads} key/value heads unevenly (groups of {group}); "
+            f"use a number of devices that makes {local_heads} a multiple or a divisor of {group}"
+        )
+    size = max(1, local_heads // group)
+    first = jax.lax.axis_index(axes) * local_heads // group
+    return jax.lax.dynamic_slice_in_dim(varying(x, axes), first, size, 1)

@@ -1,0 +1,94 @@
+"""Parameters with logical names, and matrix products that read them.
+
+Layers write an einsum and the logical names of its operands; layouts come from the rules, and the
+collectives from the layouts (`meshes.collectives.matmul`).
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from layers import schemes
+from layers.config import DTypes
+from meshes.collectives.matmul import Projection
+from meshes.context import current
+
+Names = tuple[str | None, ...]
+
+
+def normal(
+    rngs: nnx.Rngs, shape: tuple[int, ...], names: Names, *, std: float, dtypes: DTypes, what: str
+) -> nnx.Param:
+    """Create a parameter of normal noise.
+
+    Args:
+        rngs: source of the key; one is drawn.
+        shape: global shape.
+        names: logical name of each dimension.
+        std: standard deviation.
+        dtypes: the dtype policy.
+        what: what the parameter is called in an error.
+
+    Raises:
+        ValueError: the rules cannot lay out this shape.
+    """
+    current().spec(names, shape, what)
+    value = std * jax.random.normal(rngs.params(), shape, jnp.dtype(dtypes.params))
+    return nnx.Param(value, out_sharding=names)
+
+
+def constant(
+    shape: tuple[int, ...], names: Names, *, value: float, dtypes: DTypes, what: str
+) -> nnx.Param:
+    """Create a parameter that starts constant: a bias or a norm's scale; see `normal`."""
+    current().spec(names, shape, what)
+    return nnx.Param(jnp.full(shape, value, jnp.dtype(dtypes.params)), out_sharding=names)
+
+
+def project(
+    x: jax.Array,
+    weights: Sequence[nnx.Param],
+    equations: Sequence[str],
+    *,
+    x_names: Names,
+    result_names: Sequence[Names],
+    dtypes: DTypes,
+) -> tuple[jax.Array, ...]:
+    """Multiply one input by several weights, moving it once.
+
+    Args:
+        x: input, laid out as `x_names`, in the compute dtype.
+        weights: parameters that read it.
+        equations: one einsum a weight.
+        x_names: logical names of the input.
+        result_names: logical names of each result.
+        dtypes: the dtype policy.
+
+    Returns:
+        One result a weight, in the compute dtype.
+    """
+    spec = current().spec
+    projection = Projection(
+        tuple(equations),
+        spec(x_names, x.shape, "input"),
+        tuple(spec(weight_names(w), w.shape, "weight") for w in weights),
+        tuple(spec(names) for names in result_names),
+        dtypes.accumulate,
+        dtypes.reduce,
+    )
+    return schemes.active().project(projection, x, tuple(w[...] for w in weights))
+
+
+def weight_names(weight: nnx.Param) -> Names:
+    """Logical names of a parameter."""
+    return weight.get_metadata()["out_sharding"]
+
+
+def add_bias(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
+    """Add a bias over the trailing dimensions of x; None adds nothing."""
+    if bias is None:
+        return x
+    value = bias[...].astype(x.dtype)
+    return x + value.reshape((1,) * (x.ndim - value.ndim) + value.shape)

@@ -1,0 +1,50 @@
+"""RMS and layer normalisation over the last dimension, statistics in the accumulation dtype.
+
+The last dimension is whole on every device: a norm exchanges nothing forward; its scale's gradient
+is summed over the axes that split the other dimensions.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from layers.config import DTypes, ModelConfig
+from layers.linear import constant
+
+
+class Norm(nnx.Module):
+    """RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450)."""
+
+    def __init__(
+        self, dim: int, *, kind: str, eps: float, unit_offset: bool, dtypes: DTypes, what: str
+    ):
+        self.kind, self.eps, self.unit_offset, self.dtypes = kind, eps, unit_offset, dtypes
+        start = 0.0 if unit_offset else 1.0
+        self.scale = constant((dim,), ("norm",), value=start, dtypes=dtypes, what=f"{what}.scale")
+        self.bias = (
+            constant((dim,), ("norm",), value=0.0, dtypes=dtypes, what=f"{what}.bias")
+            if kind == "layer"
+            else None
+        )
+
+    @classmethod
+    def of(cls, config: ModelConfig, what: str) -> "Norm":
+        """The norm of the residual stream that a model config asks for."""
+        return cls(
+            config.embed_dim, kind=config.norm, eps=config.norm_eps,
+            unit_offset=config.norm_unit_offset, dtypes=config.dtypes, what=what,
+        )  # fmt: skip
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise [..., D]; the result has x's dtype and layout."""
+        wide = x.astype(self.dtypes.accumulate)
+        if self.kind == "layer":
+            wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        variance = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(variance + self.eps)
+        scale = self.scale[...].astype(self.dtypes.accumulate) + float(self.unit_offset)
+        wide = wide * scale.reshape((1,) * (x.ndim - 1) + scale.shape)
+        if self.bias is not None:
+            bias = self.bias[...].astype(self.dtypes.accumulate)
+            wide = wide + bias.reshape((1,) * (x.ndim - 1) + bias.shape)
+        return wide.astype(x.dtype)

@@ -1,0 +1,55 @@
+"""Where an experiment's mesh, rules and schemes are entered: once, and together."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from layers.attention.schemes import attention_scheme
+from layers.schemes import Schemes
+from meshes.axes import MeshShape
+from meshes.build import build_mesh
+from meshes.context import Parallelism, parallelism
+from meshes.rules import Rules
+from paxlike.config import Experiment, ParallelConfig
+
+
+def schemes(parallel: ParallelConfig) -> Schemes:
+    """The schemes that a parallel config asks for."""
+    return Schemes(
+        attention=attention_scheme(parallel.attention),
+        remat=parallel.remat,
+        scan_layers=parallel.scan_layers,
+        loss_chunk=parallel.loss_chunk,
+    )
+
+
+@contextlib.contextmanager
+def runtime(
+    experiment: Experiment,
+    devices: Sequence[jax.Device] | None = None,
+    rules: Rules | None = None,
+) -> Iterator[Parallelism]:
+    """Enter the mesh, rules and schemes of an experiment.
+
+    Args:
+        experiment: what is run.
+        devices: where; None is every device.
+        rules: in place of the experiment's (generation moves the sequence's axes to the batch).
+
+    Raises:
+        ValueError: the mesh does not fit the devices, or the rules do not fit mesh, model or
+            batch; the message says which and what would do.
+    """
+    parallel = experiment.parallel
+    mesh = build_mesh(parallel.mesh, devices, parallel.dcn_mesh)
+    with parallelism(mesh, rules or parallel.rule_table, schemes(parallel)) as entered:
+        yield entered
+
+
+def on_one_device(experiment: Experiment) -> Experiment:
+    """The same experiment on a mesh of one device: the oracle of a parallel run."""
+    import dataclasses
+
+    parallel = dataclasses.replace(experiment.parallel, mesh=MeshShape(), dcn_mesh=None)
+    return dataclasses.replace(experiment, parallel=parallel)
