@@ -1,0 +1,200 @@
+"""The compiled training and evaluation steps.
+
+One program does all of a step: gradients of the token-weighted mean loss (in parts that a scan
+accumulates), their global norm, the watch for bad steps, the update and the moving average. The
+update is elementwise, so that XLA fuses it into one pass over parameters and moments.
+
+Between devices: what the model's layout asks for in forward and backward; the scalar sums of norm
+and loss; with ZeRO-1 each device updates its slice and the new parameters are gathered over the
+data axes (parameter bytes, once a step).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from meshes.context import current
+from paxlike.config import Experiment
+from paxlike.training.optimizers import Optimizer, moment_spec
+from paxlike.training.state import Guard, TrainState
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+
+# Good steps over which the running mean of the loss looks back, and those it needs to be trusted.
+_MEMORY = 100
+_TRUSTED = 10
+
+
+def build_train_step(model: Any, optimizer: Optimizer, experiment: Experiment) -> Any:
+    """Build the jitted step(state, batch) -> (state, metrics); the state is donated.
+
+    Metrics are float32 scalars: `loss` (mean over tokens by `loss_weights`), what else the model
+    reports, `weights`, `grad_norm` (before clipping), `learning_rate`, `bad` (1 where loss or
+    gradients are not finite or the loss is a spike), `skipped` (so far) and `bad_streak`.
+
+    Args:
+        model: what is trained (`paxlike.model.Model`).
+        optimizer: its update rule.
+        experiment: the run; its micro-batches, bad-step policy and compiler options count here.
+    """
+    train = experiment.train
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        grads, metrics = _gradients(model, state.params, batch, train.accumulation_steps)
+        with jax.named_scope("optimizer"):
+            norm = optax.global_norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+            bad = _is_bad(metrics["loss"], norm, state.guard, train.spike_factor)
+            rate = optimizer.schedule(state.step)
+            params, opt_state, ema = _update(
+                optimizer, experiment, state, grads, rate, optimizer.gradient_scale(norm)
+            )
+            if train.on_bad_step == "skip":
+                params, opt_state, ema = jax.tree.map(
+                    lambda new, old: jnp.where(bad, old, new),
+                    (params, opt_state, ema),
+                    (state.params, state.opt_state, state.ema),
+                )
+        guard = _watch(state.guard, metrics["loss"], bad, skip=train.on_bad_step == "skip")
+        metrics |= {"grad_norm": norm, "learning_rate": rate, "bad": bad}
+        metrics |= {"skipped": guard.skipped, "bad_streak": guard.streak}
+        metrics = {name: jnp.asarray(x, jnp.float32) for name, x in metrics.items()}
+        new = TrainState(
+            step=state.step + 1, params=params, opt_state=opt_state, ema=ema, guard=guard
+        )
+        return new, metrics
+
+    return jax.jit(step, donate_argnums=0, compiler_options=_compiler_options(experiment))
+
+
+def build_eval_step(model: Any, experiment: Experiment) -> Any:
+    """Build the jitted step(params, batch) -> metrics.
+
+    `loss_sum` is the sum of weighted token losses and `weights` that of the weights, both float32:
+    batches are averaged by token with them. The batch is cut like a training batch, so that
+    evaluation needs no more memory than training.
+    """
+
+    def step(params: Any, batch: Batch) -> Metrics:
+        def part(sums: Metrics, micro: Batch) -> tuple[Metrics, None]:
+            loss_sum, metrics = model.loss_sum(params, micro)
+            loss_sum = metrics["loss"] * metrics["weights"]
+            return {
+                "loss_sum": sums["loss_sum"] + loss_sum.astype(jnp.float32),
+                "weights": sums["weights"] + metrics["weights"],
+            }, None
+
+        zero = {"loss_sum": jnp.zeros((), jnp.float32), "weights": jnp.zeros((), jnp.float32)}
+        return _scan_parts(part, zero, batch, experiment.train.accumulation_steps)[0]
+
+    return jax.jit(step, compiler_options=_compiler_options(experiment))
+
+
+def abstract_batch(experiment: Experiment, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, dtypes and shardings of a global batch under the active parallelism."""
+    shape = (experiment.train.global_batch_size, seq_len)
+    sharding = jax.sharding.NamedSharding(
+        current().mesh, current().spec(("act_batch", "act_seq"), shape, "batch")
+    )
+    integers = ("tokens", "targets", "segment_ids", "positions")
+    dtypes = dict.fromkeys(integers, jnp.int32) | {"loss_weights": jnp.float32}
+    return {k: jax.ShapeDtypeStruct(shape, v, sharding=sharding) for k, v in dtypes.items()}
+
+
+def _compiler_options(experiment: Experiment) -> dict[str, str | int | bool] | None:
+    return dict(experiment.parallel.compiler_options) or None
+
+
+def _scan_parts(part: Callable[..., Any], init: Any, batch: Batch, num_parts: int) -> Any:
+    """Scan over the parts of a batch; one part runs in line."""
+    if num_parts == 1:
+        return part(init, batch)
+
+    def cut(x: jax.Array) -> jax.Array:
+        # Part i holds rows i, i + num_parts, ...: the same rows on every mesh, and each device
+        # cuts the rows that it holds.
+        rows = x.shape[0] // num_parts
+        spec = current().spec(("act_batch", None, "act_seq"), (rows, num_parts, x.shape[1]))
+        return x.reshape(rows, num_parts, x.shape[1], out_sharding=spec).swapaxes(0, 1)
+
+    return jax.lax.scan(part, init, jax.tree.map(cut, batch))
+
+
+def _gradients(model: Any, params: Any, batch: Batch, num_parts: int) -> tuple[Any, Metrics]:
+    """Gradients of the token-weighted mean loss of the whole batch, and its metrics."""
+    weights = batch["loss_weights"].sum(dtype=jnp.float32)
+    inverse = 1 / jnp.where(weights > 0, weights, 1)
+
+    def mean_loss(params: Any, micro: Batch) -> tuple[jax.Array, Metrics]:
+        loss_sum, metrics = model.loss_sum(params, micro)
+        share = metrics["weights"] * inverse
+        metrics = {k: v if k == "weights" else v * share for k, v in metrics.items()}
+        return loss_sum * inverse, metrics
+
+    grad = jax.grad(mean_loss, has_aux=True)
+    if num_parts == 1:
+        return grad(params, batch)
+
+    def part(sums: Any, micro: Batch) -> tuple[Any, Metrics]:
+        grads, metrics = grad(params, micro)
+        return jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, grads), metrics
+
+    # Sums of many small terms: float32 whatever the parameters' dtype.
+    zeros = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.float32), params)
+    grads, metrics = _scan_parts(part, zeros, batch, num_parts)
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+    return grads, jax.tree.map(lambda m: m.sum(0), metrics)
+
+
+def _update(
+    optimizer: Optimizer,
+    experiment: Experiment,
+    state: TrainState,
+    grads: Any,
+    rate: jax.Array,
+    scale: jax.Array,
+) -> tuple[Any, Any, Any]:
+    """New parameters, optimizer state and moving average."""
+
+    def to_moments(x: jax.Array) -> jax.Array:
+        spec = jax.typeof(x).sharding.spec
+        target = moment_spec(spec, x.shape, split_over_data=experiment.parallel.zero1)
+        return x if target == spec else jax.reshard(x, target)
+
+    def back(new: jax.Array, old: jax.Array) -> jax.Array:
+        spec = jax.typeof(old).sharding.spec
+        return new if jax.typeof(new).sharding.spec == spec else jax.reshard(new, spec)
+
+    old = jax.tree.map(to_moments, state.params)
+    grads = jax.tree.map(lambda g: to_moments(g) * scale.astype(g.dtype), grads)
+    direction, opt_state = optimizer.direction.update(grads, state.opt_state, old)
+    new = jax.tree.map(lambda p, d: (p - rate * d).astype(p.dtype), old, direction)
+    ema = state.ema
+    if ema is not None:
+        decay = experiment.train.ema_decay
+        ema = jax.tree.map(lambda e, p: e + (1 - decay) * (p.astype(e.dtype) - e), ema, new)
+    return jax.tree.map(back, new, state.params), opt_state, ema
+
+
+def _is_bad(
+    loss: jax.Array, norm: jax.Array, guard: Guard, spike_factor: float | None
+) -> jax.Array:
+    bad = ~(jnp.isfinite(loss) & jnp.isfinite(norm))
+    if spike_factor is not None:
+        bad |= (guard.good >= _TRUSTED) & (loss > spike_factor * guard.mean_loss)
+    return bad
+
+
+def _watch(guard: Guard, loss: jax.Array, bad: jax.Array, *, skip: bool) -> Guard:
+    good = guard.good + ~bad
+    mean = guard.mean_loss + (loss - guard.mean_loss) / jnp.clip(good, 1, _MEMORY)
+    return Guard(
+        mean_loss=jnp.where(bad, guard.mean_loss, mean),
+        good=good,
+        skipped=guard.skipped + (bad if skip else 0),
+        streak=jnp.where(bad, guard.streak + 1, 0),
+    )
