@@ -235,7 +235,7 @@ def _operands(module: Module, site: Site, kind: str, size: int) -> list[tuple[Sh
         return _split_operands(site, operands, size)
     rows: list[tuple[Shape, int, Scope]] = []
     for index, operand in enumerate(operands):
-        pieces = _packed(module, computation, operand) if kind == "all-reduce" else []
+        pieces = _packed(module, site, operand) if kind == "all-reduce" else []
         if pieces:
             rows += [(shape, 1, scope) for shape, scope in pieces]
         else:
@@ -256,32 +256,44 @@ def _split_operands(
     return rows
 
 
-def _packed(
-    module: Module, computation: Computation, operand: Instruction
-) -> list[tuple[Shape, Scope]]:
+def _packed(module: Module, site: Site, operand: Instruction) -> list[tuple[Shape, Scope]]:
     """Return the tensors that the GPU compiler packed into one all-reduce; [] if it did not.
 
     It concatenates them flattened, in an operation without a source; one that the user wrote has
     `concatenate` at the end of its op name.
     """
-    outer = _behind_views(computation, operand)
-    inner_computation, inner = computation, outer
+    outer = _behind_views(site.computation, operand)
+    inner_computation, inner = site.computation, outer
     if outer.opcode == "fusion":
         inner_computation = module.computations[callee_name(outer)]
         root = inner_computation.instructions[inner_computation.root]
         inner = _behind_views(inner_computation, root)
     if inner.opcode != "concatenate" or len(inner.shape.dims) != 1 or inner.op_name:
         return []
-    sources = inner_computation.operands(inner)
-    pieces = []
-    for source in sources:
-        origin = _behind_views(inner_computation, source)
-        if origin.opcode == "parameter" and outer.opcode == "fusion":
-            producer = computation.instructions[outer.operands[int(origin.literal)]]
-            origin = _behind_views(computation, producer)
+    pieces, offset = [], 0
+    for source in inner_computation.operands(inner):
         shape = Shape(operand.shape.dtype, source.shape.dims)
-        pieces.append((shape, parse_scope(origin.op_name)))
+        pieces.append((shape, _piece_scope(module, site, offset)))
+        offset += shape.size
     return pieces
+
+
+def _piece_scope(module: Module, site: Site, offset: int) -> Scope:
+    """Return the scope of the slice that takes a packed tensor out of the result again."""
+    computation = site.computation
+    users = computation.users(site.instruction)
+    for done in [user for user in users if user.opcode.endswith("-done")]:
+        users = users + computation.users(done)
+    for user in users:
+        cut = user
+        if user.opcode == "fusion":
+            callee = module.computations[callee_name(user)]
+            cut = _behind_views(callee, callee.instructions[callee.root])
+        if cut.opcode == "slice" and cut.integers("slice")[0] == offset:
+            found = _nearest(computation, user, upwards=False)
+            if found:
+                return found
+    return _scope(site, None)
 
 
 def _behind_views(computation: Computation, instruction: Instruction) -> Instruction:
@@ -296,21 +308,23 @@ def _scope(site: Site, index: int | None) -> Scope:
     XLA drops or truncates the op names of collectives that it makes or merges. Then the nearest
     consumer that has a scope speaks for it, else the nearest producer.
     """
-    own = parse_scope(site.instruction.op_name)
+    op_name = site.instruction.op_name
     if index is not None:
         for user in site.computation.users(site.instruction):
             if user.opcode == "get-tuple-element" and user.integers("index") == (index,):
                 scope = parse_scope(user.op_name)
                 if scope.path:
                     return scope
+    while site.fused and site.caller is not None and not parse_scope(op_name).path:
+        site = site.caller
+        op_name = op_name or site.instruction.op_name
+    own = parse_scope(op_name)
     if own.path:
         return own
-    while site.fused and site.caller is not None:
-        site = site.caller
     for upwards in (False, True):
         found = _nearest(site.computation, site.instruction, upwards)
         if found:
-            return found if not site.instruction.op_name else Scope(found.path, own.phase)
+            return Scope(found.path, own.phase) if op_name else found
     return own
 
 
