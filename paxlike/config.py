@@ -97,8 +97,8 @@ class Experiment:
     """Everything that one run needs; `config.json` in the workdir is this value.
 
     Attributes:
-        name: registered name, equal to its folder where it is a paper's.
-        description: one line for `--list`.
+        name: registered name, equal to its folder where it is a paper's; given by the registry.
+        description: one line for `--list`; given by the registry.
         model: the architecture.
         parallel: layout and execution.
         data: what is read.
@@ -108,7 +108,7 @@ class Experiment:
         seed: of initialisation, data order and sampling.
     """
 
-    name: str
+    name: str = "unnamed"
     description: str = ""
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()

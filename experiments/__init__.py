@@ -1,0 +1,1 @@
+"""Experiments: base language models in `lm`, and one folder for each paper."""

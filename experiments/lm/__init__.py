@@ -1,0 +1,1 @@
+"""Base language models: a quickstart, and published models for compilation and simulation."""

@@ -1,0 +1,325 @@
+"""What a mode found out, as one schema: `report.json` for programs, `report.md` for people.
+
+A section appears when the mode has it. Quantities carry their unit in the key: `_bytes`, `_seconds`,
+`flops`, `_fraction`. Free of JAX.
+"""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from paxlike.serialization import from_json, to_json
+from paxlike.workdir import write_atomically
+
+SCHEMA = 1
+
+Fits = Literal["safe", "try", "no"]
+How = Literal["executed", "counted", "predicted", "simulated"]
+Verdict = Literal["reproduced", "differs", "not measured"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Memory of one device.
+
+    Attributes:
+        per_device_bytes: category (params, grads, optimizer, activations, kv_cache, temporaries,
+            total) -> bytes.
+        capacity_bytes: what the device has; None where it is unknown.
+        fits: `safe`, `try` (close to the capacity) or `no`; None where the capacity is unknown.
+    """
+
+    per_device_bytes: Mapping[str, int]
+    capacity_bytes: int | None = None
+    fits: Fits | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collective:
+    """Collectives of one kind over the same mesh axes, in one execution of the program.
+
+    Attributes:
+        kind: all-reduce, all-gather, reduce-scatter, all-to-all or collective-permute.
+        mesh_axes: the mesh axes that exchange.
+        count: operands, loop trip counts multiplied in.
+        bytes_per_device: sent by each device, all operands together.
+        hidden_fraction: part of the time hidden behind computation; None if not analysed.
+        where: scope in the program.
+    """
+
+    kind: str
+    mesh_axes: tuple[str, ...]
+    count: int
+    bytes_per_device: int
+    hidden_fraction: float | None = None
+    where: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compute:
+    """Work of one execution: what a device computes, what the model needs, what memory moves."""
+
+    flops_per_device: float
+    model_flops: float
+    hbm_bytes_per_device: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """A time that was not measured, and what it rests on."""
+
+    step_seconds: float
+    exposed_communication_seconds: float
+    mfu: float
+    bound_by: str
+    basis: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Summary of repeated measurements."""
+
+    median: float
+    min: float
+    max: float
+    n: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """Summarise at least one value."""
+        ordered = sorted(values)
+        middle = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+        return cls(median=middle, min=ordered[0], max=ordered[-1], n=len(ordered))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What was timed here: the steady steps, and the tokens of all devices together."""
+
+    step_seconds: Spread | None = None
+    tokens_per_second: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One statement of a paper, and what we found.
+
+    Attributes:
+        id: short name.
+        paper_ref: section, table or figure.
+        statement: what the paper says, in words.
+        paper_value: its number; None if it is a statement only.
+        our_value: ours; None if not measured.
+        unit: of both values.
+        tolerance: relative difference up to which the claim counts as reproduced.
+        how: executed (ran here), counted (in the compiled program), predicted (cost model over a
+            compiled schedule) or simulated (discrete events).
+        verdict: reproduced, differs or not measured.
+    """
+
+    id: str
+    paper_ref: str
+    statement: str
+    paper_value: float | str | None
+    our_value: float | str | None
+    unit: str = ""
+    tolerance: float = 0.0
+    how: How
+    verdict: Verdict
+
+
+@dataclasses.dataclass(kw_only=True)
+class Report:
+    """All that one run of a mode says.
+
+    Attributes:
+        experiment: name of the experiment.
+        mode: which mode ran.
+        target: hardware it was for, such as `cpu:8`.
+        memory, collectives, compute, predicted, measured, claims: sections of the schema.
+        results: further results by name, such as the final loss; units in the names.
+        notes: sentences for the reader.
+        plots: file names in the workdir.
+        versions: package -> version; filled in.
+        date: when the report was made, UTC; filled in.
+        schema: version of this layout.
+    """
+
+    experiment: str
+    mode: str
+    target: str
+    memory: Memory | None = None
+    collectives: tuple[Collective, ...] = ()
+    compute: Compute | None = None
+    predicted: Predicted | None = None
+    measured: Measured | None = None
+    claims: tuple[Claim, ...] = ()
+    results: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    plots: tuple[str, ...] = ()
+    versions: Mapping[str, str] = dataclasses.field(default_factory=lambda: versions())
+    date: str = dataclasses.field(
+        default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    )
+    schema: int = SCHEMA
+
+    def write(self, workdir: Path) -> None:
+        """Write `report.json` and `report.md`; an earlier report of another mode is kept.
+
+        It is renamed to `report_<mode>.json` and `.md`.
+        """
+        workdir.mkdir(parents=True, exist_ok=True)
+        _keep_other_mode(workdir, self.mode)
+        write_atomically(workdir / "report.json", json.dumps(self.sections(), indent=2) + "\n")
+        write_atomically(workdir / "report.md", self.markdown())
+
+    def sections(self) -> dict[str, Any]:
+        """JSON values of the sections that exist."""
+        return {
+            name: value for name, value in to_json(self, Report).items() if value not in (None, [], {})
+        }
+
+    @classmethod
+    def read(cls, workdir: Path) -> "Report":
+        """Read back the report of a workdir.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it is damaged or of another schema.
+        """
+        path = workdir / "report.json"
+        try:
+            data = json.loads(path.read_text())
+            if data.get("schema") != SCHEMA:
+                raise ValueError(f"schema {data.get('schema')!r} is not {SCHEMA}")
+            return from_json(data, cls)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is not a report of this version: {error}") from error
+
+    def markdown(self) -> str:
+        """The report as Markdown, with units a reader likes."""
+        parts = [
+            f"# {self.experiment}: {self.mode} on {self.target}",
+            f"{self.date}; " + ", ".join(f"{name} {v}" for name, v in self.versions.items()),
+            *self.notes,
+            _section("Results", _rows(self.results)),
+            _section("Measured", _rows(_flat(to_json(self.measured, Measured)))),
+            _section("Predicted", _rows(_flat(to_json(self.predicted, Predicted)))),
+            _section("Memory of a device", self._memory_table()),
+            _section("Compute", _rows(_flat(to_json(self.compute, Compute)))),
+            _section("Collectives", _table(self.collectives)),
+            _section("Claims", _table(self.claims)),
+            "\n\n".join(f"![{Path(plot).stem}]({plot})" for plot in self.plots),
+        ]
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+    def _memory_table(self) -> str:
+        if self.memory is None:
+            return ""
+        rows: dict[str, Any] = {
+            f"{category}_bytes": size for category, size in self.memory.per_device_bytes.items()
+        }
+        if self.memory.capacity_bytes is not None:
+            rows["capacity_bytes"] = self.memory.capacity_bytes
+        if self.memory.fits is not None:
+            rows["fits"] = self.memory.fits
+        return _rows(rows)
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that a result depends on."""
+    found = {}
+    for package in ("paxlike", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def readable(name: str, value: Any) -> str:
+    """A value with the unit that its name tells, such as 12.3 ms for `step_seconds`."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "" if value is None else str(value).replace("|", "\\|").replace("\n", " ")
+    if "per_second" in name:
+        return f"{value:,.0f} {name.partition('_per_second')[0].rpartition('.')[2]}/s"
+    if "bytes" in name:
+        return _scaled(value, "B")
+    if "flops" in name:
+        return _scaled(value, "FLOP")
+    if "seconds" in name and abs(value) < 1:
+        return f"{value * 1e3:.4g} ms" if abs(value) >= 1e-3 else f"{value * 1e6:.4g} us"
+    if "seconds" in name:
+        return f"{value:,.4g} s"
+    if "fraction" in name or name.endswith("mfu"):
+        return f"{value:.1%}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
+
+
+def _scaled(value: float, unit: str) -> str:
+    for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if abs(value) >= 10**power:
+            return f"{value / 10**power:.4g} {prefix}{unit}"
+    return f"{value:g} {unit}"
+
+
+def _keep_other_mode(workdir: Path, mode: str) -> None:
+    """Move another mode's report out of the way of ours."""
+    try:
+        other = json.loads((workdir / "report.json").read_text())["mode"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if other != mode and str(other).isidentifier():
+        for suffix in ("json", "md"):
+            old = workdir / f"report.{suffix}"
+            if old.exists():
+                old.replace(workdir / f"report_{other}.{suffix}")
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested JSON objects as one level, names joined with a dot."""
+    if not isinstance(value, dict):
+        return {} if value is None else {prefix: value}
+    flat: dict[str, Any] = {}
+    for name, item in value.items():
+        flat |= _flat(item, f"{prefix}.{name}" if prefix else name)
+    return flat
+
+
+def _section(title: str, body: str) -> str:
+    return f"## {title}\n\n{body}" if body else ""
+
+
+def _rows(values: Mapping[str, Any]) -> str:
+    """A two-column table."""
+    flat = {name: value for name, value in _flat(dict(values)).items() if value is not None}
+    lines = [f"| {_title(name)} | {readable(name, value)} |" for name, value in flat.items()]
+    return "\n".join(["| quantity | value |", "| --- | --- |", *lines]) if lines else ""
+
+
+def _title(name: str) -> str:
+    words = name.replace("_bytes", "").replace("_seconds", "")
+    return words.replace("_", " ").replace(".", " ")
+
+
+def _table(rows: Sequence[Any]) -> str:
+    """A table with a column for each field of the rows' dataclass that any row uses."""
+    columns = [
+        field.name
+        for field in (dataclasses.fields(rows[0]) if rows else ())
+        if any(getattr(row, field.name) not in (None, "", ()) for row in rows)
+    ]
+    if not columns:
+        return ""
+    lines = ["| " + " | ".join(_title(column) for column in columns) + " |"]
+    lines.append("| " + " | ".join("---" for _ in columns) + " |")
+    for row in rows:
+        cells = (getattr(row, column) for column in columns)
+        shown = (", ".join(cell) if isinstance(cell, tuple) else cell for cell in cells)
+        texts = (readable(name, cell) for name, cell in zip(columns, shown, strict=True))
+        lines.append("| " + " | ".join(texts) + " |")
+    return "\n".join(lines)
