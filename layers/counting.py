@@ -1,6 +1,7 @@
 """Closed-form parameter count of a model: what a paper's table says, without building anything.
 
-Free of JAX. It is written from the architecture, not from the modules, so that each checks the other.
+Free of JAX. It is written from the architecture, not from the modules, so that each checks the
+other.
 """
 
 from layers.config import ModelConfig

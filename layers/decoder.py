@@ -154,8 +154,8 @@ class Decoder(nnx.Module):
 
     def loss(
         self, hidden_BTD: jax.Array, targets_BT: jax.Array, loss_weights_BT: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Sum the weighted cross entropy, with and without the z loss; see `layers.loss`."""
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Sum the weighted losses, with and without z loss, and the weights; see `layers.loss`."""
         config = self.config
         table = self.embedding if self.head is None else self.head
         head = Head(

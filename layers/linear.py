@@ -13,6 +13,7 @@ from flax import nnx
 from layers import schemes
 from layers.config import DTypes
 from meshes.collectives.matmul import Projection
+from meshes.collectives.varying import on_each_device
 from meshes.context import current
 
 Names = tuple[str | None, ...]
@@ -82,13 +83,18 @@ def project(
 
 
 def weight_names(weight: nnx.Param) -> Names:
-    """Logical names of a parameter."""
-    return weight.get_metadata()["out_sharding"]
+    """Logical names of a parameter; inside the loop over layers, without the leading `layers`."""
+    names = weight.get_metadata()["out_sharding"]
+    return names[len(names) - weight.ndim :]
 
 
 def add_bias(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
     """Add a bias over the trailing dimensions of x; None adds nothing."""
     if bias is None:
         return x
-    value = bias[...].astype(x.dtype)
-    return x + value.reshape((1,) * (x.ndim - value.ndim) + value.shape)
+    return on_each_device(lambda x, b: x + trailing(b, x.ndim).astype(x.dtype), x, bias[...])
+
+
+def trailing(parameter: jax.Array, ndim: int) -> jax.Array:
+    """Give a parameter of the last dimensions leading ones, for explicit broadcasting."""
+    return parameter.reshape((1,) * (ndim - parameter.ndim) + parameter.shape)

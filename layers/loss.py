@@ -1,11 +1,11 @@
 """Cross entropy of the next token, fused with the output projection.
 
 B batch, T length, C tokens of a chunk, V vocabulary, D model. The vocabulary is split over its mesh
-axes and the tokens are taken in chunks, so that logits exist as [C, V_local] only. Gradients are made
-in the forward pass, while the logits are there: nothing is recomputed and no logits are kept
+axes and the tokens are taken in chunks, so that logits exist as [C, V_local] only. Gradients are
+made in the forward pass, while the logits are there: nothing is recomputed and no logits are kept
 (the cotangent of a sum is a scalar). Exchanges, over the axes that split V: three all-reduces of
-[tokens] in float32 (largest logit, sum of exponentials, target logit) and the reduction of dx, in the
-layout of the residual stream; over the axes that split D, a gather of the head and a reduce-scatter
+[tokens] in float32 (largest logit, sum of exponentials, target logit) and the reduction of dx, in
+the layout of the residual stream; over the axes that split D, a gather of the head and a reduce-scatter
 of its gradient; over the axes that split tokens, the sum of the head's gradient and of the loss.
 Source: vocabulary-parallel cross entropy of Megatron-LM (arXiv 1909.08053, section 3).
 """
@@ -53,7 +53,7 @@ def cross_entropy(
     weight: jax.Array,
     targets_BT: jax.Array,
     loss_weights_BT: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Sum the weighted cross entropy of every token.
 
     Args:
@@ -64,8 +64,8 @@ def cross_entropy(
         loss_weights_BT: float32 weight of each token, likewise; 0 leaves a token out.
 
     Returns:
-        (objective, loss): the sums of weighted losses with and without the z loss, scalars in the
-        accumulation dtype. Only the objective carries a gradient.
+        (objective, loss, weights): the sums of weighted losses with and without the z loss, and of
+        the weights, scalars in the accumulation dtype. Only the objective carries a gradient.
     """
     return _run(head, x_BTD, weight, targets_BT, loss_weights_BT, with_gradient=False)[0]
 
@@ -90,7 +90,7 @@ def _run(head: Head, x_BTD, weight, targets_BT, loss_weights_BT, *, with_gradien
     token_spec = par.spec(("act_batch", "act_seq"), targets_BT.shape, "targets")
     weight_spec = par.spec(head.names, weight.shape, "head")
     token_axes = tuple(dict.fromkeys(par.axes("act_batch") + par.axes("act_seq")))
-    specs = (PartitionSpec(), PartitionSpec())
+    specs = (PartitionSpec(),) * 3
     local = functools.partial(
         _local,
         head,
@@ -132,8 +132,9 @@ def _local(
     if not head.chunk or head.chunk >= rows:
         sums, dx, dw = chunk(x_td, w, targets, weights)
     else:
-        sums, dx, dw = _scan_chunks(head, chunk, x_td, w, targets, weights)
-    sums = tuple(jax.lax.psum(s, token_axes) if token_axes else s for s in sums)
+        sums, dx, dw = _scan_chunks(head, chunk, x_td, w, targets, weights, vocab_axes=vocab_axes)
+    sums = (*sums, jnp.sum(weights, dtype=sums[0].dtype))
+    sums = jax.lax.psum(sums, token_axes) if token_axes else sums
     if not with_gradient:
         return sums, None
     dx = dx.reshape(shape).astype(head.reduce)
@@ -155,7 +156,7 @@ def _local(
     return sums, (dx, dw.astype(weight.dtype))
 
 
-def _scan_chunks(head: Head, chunk, x_td, w, targets, weights):
+def _scan_chunks(head: Head, chunk, x_td, w, targets, weights, *, vocab_axes):
     """Take the tokens a chunk at a time; the last one is padded with tokens of weight 0."""
     rows = x_td.shape[0]
     steps = -(-rows // head.chunk)
@@ -165,19 +166,25 @@ def _scan_chunks(head: Head, chunk, x_td, w, targets, weights):
         x = jnp.pad(x, ((0, pad),) + ((0, 0),) * (x.ndim - 1))
         return x.reshape((steps, head.chunk) + x.shape[1:])
 
-    first = jax.eval_shape(chunk, x_td[: head.chunk], w, targets[: head.chunk], weights[: head.chunk])
-    axes = vma(x_td) | vma(w) | vma(weights)
-
-    def zeros(like) -> jax.Array:
-        return varying(jnp.zeros(like.shape, like.dtype), sorted(axes))
+    first = jax.eval_shape(
+        chunk, x_td[: head.chunk], w, targets[: head.chunk], weights[: head.chunk]
+    )
+    everywhere = vma(x_td) | vma(w) | vma(weights)
+    by_tokens = everywhere - frozenset(vocab_axes)
 
     def body(carry, piece):
         sums, dw = carry
         new_sums, dx, new_dw = chunk(piece[0], w, piece[1], piece[2])
-        sums = tuple(a + varying(b, axes - vma(b)) for a, b in zip(sums, new_sums, strict=True))
-        return (sums, None if dw is None else dw + varying(new_dw, axes)), dx
+        sums = tuple(a + b for a, b in zip(sums, new_sums, strict=True))
+        return (sums, None if dw is None else dw + new_dw), dx
 
-    start = (tuple(zeros(s) for s in first[0]), None if first[2] is None else zeros(first[2]))
+    def zeros(like: jax.ShapeDtypeStruct, axes: frozenset[str]) -> jax.Array:
+        return varying(jnp.zeros(like.shape, like.dtype), axes)
+
+    start = (
+        tuple(zeros(like, by_tokens) for like in first[0]),
+        None if first[2] is None else zeros(first[2], everywhere),
+    )
     (sums, dw), dx = jax.lax.scan(body, start, (split(x_td), split(targets), split(weights)))
     return sums, None if dx is None else dx.reshape((-1, x_td.shape[1]))[:rows], dw
 
@@ -197,9 +204,7 @@ def _chunk(head: Head, x_td, w, targets, weights, *, vocab_axes, with_gradient):
     exponentials = jnp.exp(logits - largest[:, None])
     partition = over_vocabulary(jax.lax.psum, jnp.sum(exponentials, axis=1))
     is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) == targets[:, None]
-    target_logit = over_vocabulary(
-        jax.lax.psum, jnp.sum(jnp.where(is_target, logits, 0), axis=1)
-    )
+    target_logit = over_vocabulary(jax.lax.psum, jnp.sum(jnp.where(is_target, logits, 0), axis=1))
     log_partition = largest + jnp.log(partition)
     loss = jnp.sum(weights * (log_partition - target_logit))
     z_loss = jnp.sum(weights * log_partition**2) * head.z_loss

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from layers.config import DTypes, ModelConfig
-from layers.linear import constant
+from layers.linear import constant, trailing
+from meshes.collectives.varying import on_each_device
 
 
 class Norm(nnx.Module):
@@ -37,14 +38,16 @@ class Norm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise [..., D]; the result has x's dtype and layout."""
+        parameters = (self.scale[...],) + (() if self.bias is None else (self.bias[...],))
+        return on_each_device(self._local, x, *parameters)
+
+    def _local(self, x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         wide = x.astype(self.dtypes.accumulate)
         if self.kind == "layer":
             wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         variance = jnp.mean(wide * wide, axis=-1, keepdims=True)
         wide = wide * jax.lax.rsqrt(variance + self.eps)
-        scale = self.scale[...].astype(self.dtypes.accumulate) + float(self.unit_offset)
-        wide = wide * scale.reshape((1,) * (x.ndim - 1) + scale.shape)
-        if self.bias is not None:
-            bias = self.bias[...].astype(self.dtypes.accumulate)
-            wide = wide + bias.reshape((1,) * (x.ndim - 1) + bias.shape)
+        wide = wide * (trailing(scale, x.ndim).astype(wide.dtype) + float(self.unit_offset))
+        if bias is not None:
+            wide = wide + trailing(bias, x.ndim).astype(wide.dtype)
         return wide.astype(x.dtype)

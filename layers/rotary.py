@@ -2,7 +2,8 @@
 
 B batch, N heads, T length, H head dim. Elementwise: nothing is exchanged, and positions travel with
 their tokens, so any placement of tokens on devices is right.
-Source: RoFormer (arXiv 2104.09864); Llama 3.1's scaling as in its reference code; YaRN (2309.00071).
+Source: RoFormer (arXiv 2104.09864); Llama 3.1's scaling as its reference code has it; YaRN (arXiv
+2309.00071).
 """
 
 import math
@@ -47,7 +48,9 @@ def attention_factor(config: RopeConfig) -> float:
     return 0.1 * math.log(config.factor) + 1 if config.scaling == "yarn" else 1.0
 
 
-def tables(config: RopeConfig, head_dim: int, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+def tables(
+    config: RopeConfig, head_dim: int, positions_BT: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines [B, 1, T, H/2], float32, of each token's position."""
     angular = jnp.asarray(frequencies(config, head_dim), jnp.float32)
     angles = positions_BT[:, None, :, None].astype(jnp.float32) * angular[None, None, None, :]

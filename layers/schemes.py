@@ -39,7 +39,9 @@ def active() -> Schemes:
     return Schemes() if schemes is None else schemes
 
 
-def rematerialise(function: Callable[..., Any], policy: str, *, in_scan: bool) -> Callable[..., Any]:
+def rematerialise(
+    function: Callable[..., Any], policy: str, *, in_scan: bool
+) -> Callable[..., Any]:
     """Wrap a layer so that its backward pass recomputes what the policy does not keep.
 
     Args:

@@ -10,23 +10,28 @@ import jax.numpy as jnp
 
 from layers import rotary
 from layers.config import ModelConfig
-from meshes.context import current
+from meshes.context import current, reshard
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Where the tokens of a batch stand; all are laid out as (act_batch, act_seq).
+    """Where the tokens of a batch stand, laid out as (act_batch, act_seq).
 
     Attributes:
         positions_BT: int32 position in its document.
         segments_BT: int32 document; 0 is padding, which nothing attends to.
+        kv_positions_BS: the same positions, laid out as (act_batch, act_kv_seq): what attention
+            needs to know of the keys, moved once for all layers.
+        kv_segments_BS: the same documents, likewise.
         cos: float32 [B, 1, T, H/2] rotation of each token, or None without rotary positions.
         sin: as cos.
     """
 
     positions_BT: jax.Array
     segments_BT: jax.Array
+    kv_positions_BS: jax.Array
+    kv_segments_BS: jax.Array
     cos: jax.Array | None = None
     sin: jax.Array | None = None
 
@@ -36,7 +41,14 @@ class Tokens:
         cos = sin = None
         if config.position == "rope":
             cos, sin = rotary.tables(config.rope, config.head_dim, positions_BT)
-        return cls(positions_BT=positions_BT, segments_BT=segments_BT, cos=cos, sin=sin)
+        return cls(
+            positions_BT=positions_BT,
+            segments_BT=segments_BT,
+            kv_positions_BS=reshard(positions_BT, "act_batch", "act_kv_seq"),
+            kv_segments_BS=reshard(segments_BT, "act_batch", "act_kv_seq"),
+            cos=cos,
+            sin=sin,
+        )
 
 
 @jax.tree_util.register_dataclass

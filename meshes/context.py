@@ -70,7 +70,9 @@ class Parallelism:
         return PartitionSpec(*(axes if len(axes) > 1 else (*axes, None)[0] for axes in split))
 
 
-_active: contextvars.ContextVar[Parallelism | None] = contextvars.ContextVar("_active", default=None)
+_active: contextvars.ContextVar[Parallelism | None] = contextvars.ContextVar(
+    "_active", default=None
+)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """An experiment: one typed value that says all of it.
 
-`model` is the architecture, `parallel` how it is executed on devices (exactly: the same logits), the
-rest what it reads, how it learns and how it answers. Free of JAX.
+`model` is the architecture, `parallel` how it is executed on devices (exactly: the same logits),
+the rest what it reads, how it learns and how it answers. Free of JAX.
 """
 
 import dataclasses

@@ -64,8 +64,7 @@ class Model:
         """
         decoder = self.bind(params)
         hidden, _, auxiliary = decoder(batch["tokens"], batch["positions"], batch["segment_ids"])
-        objective, loss = decoder.loss(hidden, batch["targets"], batch["loss_weights"])
-        weights = jnp.sum(batch["loss_weights"], dtype=loss.dtype)
+        objective, loss, weights = decoder.loss(hidden, batch["targets"], batch["loss_weights"])
         sums = {name: value * weights for name, value in auxiliary.items()}
         for name, value in sums.items():
             if name.endswith("_loss"):

@@ -38,7 +38,8 @@ class Attention(nnx.Module):
         def bias(count: int, name: str, what: str) -> nnx.Param | None:
             if not config.qkv_bias:
                 return None
-            return constant((count, 1, h), (name, None, "head_dim"), value=0.0, dtypes=dtypes, what=what)  # fmt: skip
+            names = (name, None, "head_dim")
+            return constant((count, 1, h), names, value=0.0, dtypes=dtypes, what=what)
 
         self.query = heads(n, "q_heads", "attention.query")
         self.key = heads(k, "kv_heads", "attention.key")
@@ -94,7 +95,7 @@ class Attention(nnx.Module):
         if tokens.cos is not None:
             q, k = rotate(q, tokens.cos, tokens.sin), rotate(k, tokens.cos, tokens.sin)
         q, k, v = (checkpoint_name(x, name) for x, name in ((q, "query"), (k, "key"), (v, "value")))
-        positions, segments = tokens.positions_BT, tokens.segments_BT
+        positions, segments = tokens.kv_positions_BS, tokens.kv_segments_BS
         if cache is not None:
             cache = write_cache(cache, k, v, tokens)
             k, v, positions, segments = cache.k_BKSH, cache.v_BKSH, cache.positions, cache.segments

@@ -11,8 +11,8 @@ For each mesh axis, the layouts of the two operands and of the result say what m
 | only the result                                    | each device computes its slice           |
 
 Tensor parallelism, Megatron sequence parallelism, FSDP and data parallelism are instances:
-`x[B_fsdp, T, D] w[D_fsdp, F_tensor] -> y[B_fsdp, T, F_tensor]` gathers `w` over `fsdp`; its backward
-pass, the same rule on the other two products, reduce-scatters `dw` over `fsdp` and all-reduces `dx`
+`x[B_fsdp, T, D] w[D_fsdp, F_tensor] -> y[B_fsdp, T, F_tensor]` gathers `w` over `fsdp`; its
+backward pass, the same rule on the other two products, reduce-scatters `dw` over `fsdp` and all-reduces `dx`
 over `tensor`. The residuals are the operands as they came: gathered copies are made again in the
 backward pass, whatever the rematerialisation policy.
 
@@ -36,11 +36,11 @@ Layout = dict[str, tuple[str, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """One axis of one operand or result: gather, slice or reduce-scatter along a letter.
+    """A gather or a slice of one operand.
 
     Attributes:
         axis: mesh axis.
-        letter: dimension along which the array is gathered, sliced or scattered.
+        letter: dimension along which the operand is gathered or sliced.
         replicates: a gather whose copies must be known to be equal, since the result is not split.
     """
 
@@ -50,14 +50,29 @@ class Move:
 
 
 @dataclasses.dataclass(frozen=True)
+class Reduction:
+    """How partial sums become the result.
+
+    Attributes:
+        scatters: (axis, dimension) pairs to reduce-scatter over.
+        sums: axes to all-reduce over.
+    """
+
+    scatters: tuple[tuple[str, int], ...] = ()
+    sums: tuple[str, ...] = ()
+
+
+NO_REDUCTION = Reduction()
+
+
+@dataclasses.dataclass(frozen=True)
 class Product:
     """A product `a, b -> c` and the collectives that its layouts ask for."""
 
     equation: str
     gathers: tuple[tuple[Move, ...], tuple[Move, ...]]
     slices: tuple[tuple[Move, ...], tuple[Move, ...]]
-    scatters: tuple[Move, ...]
-    reduces: tuple[str, ...]
+    reduction: Reduction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +114,7 @@ def _owner(layout: Layout, axis: str) -> str | None:
     return next((letter for letter, axes in layout.items() if axis in axes), None)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def plan(equation: str, a: PartitionSpec, b: PartitionSpec, c: PartitionSpec) -> Product:
     """Derive the collectives of a product from the layouts of its operands and result.
 
@@ -122,13 +137,13 @@ def plan(equation: str, a: PartitionSpec, b: PartitionSpec, c: PartitionSpec) ->
     gathers: tuple[list[Move], list[Move]] = ([], [])
     slices: tuple[list[Move], list[Move]] = ([], [])
     scatters: list[Move] = []
-    reduces: list[str] = []
+    sums: list[str] = []
     for axis in axes:
         owners = [_owner(layout, axis) for layout in layouts]
         target = owners[2]
         if owners[0] is not None and owners[0] == owners[1] and owners[0] not in names[2]:
             scatters += [Move(axis, target)] if target else []
-            reduces += [] if target else [axis]
+            sums += [] if target else [axis]
             continue
         for side in (0, 1):
             letter = owners[side]
@@ -143,8 +158,9 @@ def plan(equation: str, a: PartitionSpec, b: PartitionSpec, c: PartitionSpec) ->
         equation,
         (tuple(reversed(gathers[0])), tuple(reversed(gathers[1]))),
         (tuple(slices[0]), tuple(slices[1])),
-        tuple(scatters),
-        tuple(reduces),
+        Reduction(
+            tuple((move.axis, names[2].index(move.letter)) for move in scatters), tuple(sums)
+        ),
     )
 
 
@@ -169,15 +185,13 @@ def _enter(x: jax.Array, product: Product, side: int) -> jax.Array:
     return x
 
 
-def _leave(partial: jax.Array, product: Product, projection: Projection) -> jax.Array:
+def _leave(partial: jax.Array, reduction: Reduction, projection: Projection) -> jax.Array:
     """Reduce partial sums; scatter first, so that less is left to all-reduce."""
-    letters = _letters(product.equation)[2]
-    if product.scatters or product.reduces:
+    if reduction != NO_REDUCTION:
         partial = partial.astype(projection.reduce)
-    for move in product.scatters:
-        dim = letters.index(move.letter)
-        partial = jax.lax.psum_scatter(partial, move.axis, scatter_dimension=dim, tiled=True)
-    return jax.lax.psum(partial, product.reduces) if product.reduces else partial
+    for axis, dim in reduction.scatters:
+        partial = jax.lax.psum_scatter(partial, axis, scatter_dimension=dim, tiled=True)
+    return jax.lax.psum(partial, reduction.sums) if reduction.sums else partial
 
 
 def _multiply(product: Product, a: jax.Array, b: jax.Array, projection: Projection) -> jax.Array:
@@ -186,9 +200,7 @@ def _multiply(product: Product, a: jax.Array, b: jax.Array, projection: Projecti
 
 def _products(projection: Projection) -> list[Product]:
     p = projection
-    return [
-        plan(eq, p.x, w, y) for eq, w, y in zip(p.equations, p.weights, p.results, strict=True)
-    ]
+    return [plan(eq, p.x, w, y) for eq, w, y in zip(p.equations, p.weights, p.results, strict=True)]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -214,7 +226,7 @@ def project(
         for product, w in zip(products, weights, strict=True):
             w = _enter(w.astype(x.dtype), product, 1)
             y = _multiply(product, gathered, w, projection)
-            results.append(_leave(y, product, projection).astype(x.dtype))
+            results.append(_leave(y, product.reduction, projection).astype(x.dtype))
         return tuple(results)
 
     return jax.shard_map(
@@ -227,29 +239,32 @@ def _forward(projection: Projection, x: jax.Array, weights: tuple[jax.Array, ...
 
 
 def _backward(projection: Projection, residuals, cotangents: tuple[jax.Array, ...]):
-    """Two products a weight: dx = dy w^T, summed over the weights before it is reduced; dw = x^T dy."""
+    """Two products a weight: dx = dy w^T, summed over the weights, and dw = x^T dy."""
     p = projection
 
     def local(x, weights, cotangents):
-        dx, dweights, to_x = None, [], None
-        gathered = {}
+        # Terms of dx that are reduced alike are summed first, and reduced once.
+        terms: dict[Reduction, jax.Array] = {}
+        dweights, entered = [], {}
         for i, equation in enumerate(p.equations):
             in_x, in_w, in_y = _letters(equation)
             to_x = plan(f"{in_y},{in_w}->{in_x}", p.results[i], p.weights[i], p.x)
             to_w = plan(f"{in_x},{in_y}->{in_w}", p.x, p.results[i], p.weights[i])
             dy, w = cotangents[i], weights[i].astype(x.dtype)
             term = _multiply(to_x, _enter(dy, to_x, 0), _enter(w, to_x, 1), p)
-            dx = term if dx is None else dx + term
+            other = terms.get(to_x.reduction)
+            terms[to_x.reduction] = term if other is None else other + term
             moves = (to_w.gathers[0], to_w.slices[0])
-            if moves not in gathered:
-                gathered[moves] = _enter(x, to_w, 0)
-            dw = _multiply(to_w, gathered[moves], _enter(dy, to_w, 1), p)
-            dweights.append(_leave(dw, to_w, p).astype(weights[i].dtype))
-        return _leave(dx, to_x, p).astype(x.dtype), tuple(dweights)
+            if moves not in entered:
+                entered[moves] = _enter(x, to_w, 0)
+            dw = _multiply(to_w, entered[moves], _enter(dy, to_w, 1), p)
+            dweights.append(_leave(dw, to_w.reduction, p).astype(weights[i].dtype))
+        reduced = [_leave(term, reduction, p) for reduction, term in terms.items()]
+        return sum(reduced[1:], reduced[0]).astype(x.dtype), tuple(dweights)
 
-    return jax.shard_map(
-        local, in_specs=(p.x, p.weights, p.results), out_specs=(p.x, p.weights)
-    )(*residuals, cotangents)
+    return jax.shard_map(local, in_specs=(p.x, p.weights, p.results), out_specs=(p.x, p.weights))(
+        *residuals, cotangents
+    )
 
 
 project.defvjp(_forward, _backward)

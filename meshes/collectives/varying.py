@@ -1,13 +1,13 @@
 """Small steps inside `jax.shard_map`, where types say over which axes a value varies."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import jax
 
 
 def vma(x: jax.Array) -> frozenset[str]:
     """Mesh axes over which a value varies inside `jax.shard_map`."""
-    return jax.typeof(x).vma
+    return jax.typeof(x).manual_axis_type.varying
 
 
 def varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
@@ -21,3 +21,25 @@ def own_slice(x: jax.Array, axis: str, dim: int) -> jax.Array:
     size = x.shape[dim] // jax.lax.axis_size(axis)
     start = jax.lax.axis_index(axis) * size
     return jax.lax.dynamic_slice_in_dim(varying(x, (axis,)), start, size, dim)
+
+
+def on_each_device(
+    function: Callable[..., jax.Array], x: jax.Array, *parameters: jax.Array
+) -> jax.Array:
+    """Apply a function that works token by token, where x and the parameters lie.
+
+    Args:
+        function: of local blocks of x and of the parameters; returns a block shaped as x's.
+        x: global array of activations.
+        parameters: global arrays; each is whole over the axes that split tokens, and its gradient
+            is summed over them in one all-reduce.
+
+    Returns:
+        A global array, laid out as x.
+    """
+
+    def local(x: jax.Array, *parameters: jax.Array) -> jax.Array:
+        return function(x, *(varying(p, vma(x)) for p in parameters))
+
+    specs = tuple(jax.typeof(array).sharding.spec for array in (x, *parameters))
+    return jax.shard_map(local, in_specs=specs, out_specs=specs[0])(x, *parameters)

@@ -1,7 +1,7 @@
 """All-gather of keys and values: each device attends from its own queries to the whole sequence.
 
-Exchanges, over the axes of `act_seq` that `act_kv_seq` does not keep: one all-gather each of keys,
-values, positions and segments forward, and a reduce-scatter each of dK and dV backward;
+Exchanges, over the axes of `act_seq` that `act_kv_seq` does not keep: one all-gather each of keys
+and values forward, and a reduce-scatter each of dK and dV backward;
 2 (r-1)/r B S K H elements sent per device each way on r ranks (the context parallelism of Llama 3,
 arXiv 2407.21783, section 3.3.2). No exchange when the sequence is not split. Keys and values of the
 whole sequence must fit on each device.
@@ -40,9 +40,6 @@ class AllGather:
             k, v = (_local_kv_heads(par, x, num_heads, num_kv_heads, q.shape[1]) for x in (k, v))
             for axis in reversed(gathered):
                 k, v = (jax.lax.all_gather(x, axis, axis=2, tiled=True) for x in (k, v))
-                kv_pos, kv_seg = (
-                    jax.lax.all_gather(x, axis, axis=1, tiled=True) for x in (kv_pos, kv_seg)
-                )
             return attend(
                 q, k, v,
                 q_positions_BT=q_pos, kv_positions_BS=kv_pos,
@@ -53,10 +50,11 @@ class AllGather:
 
         queries = par.spec(("act_batch", "act_heads", "act_seq", None), q_BNTH.shape, "queries")
         keys = par.spec(("act_batch", "act_kv_heads", "act_seq", None), k_BKSH.shape, "keys")
-        tokens = par.spec(("act_batch", "act_seq"))
+        of_queries = par.spec(("act_batch", "act_seq"))
+        of_keys = par.spec(("act_batch", "act_kv_seq"))
         return jax.shard_map(
             local,
-            in_specs=(queries, keys, keys, tokens, tokens, tokens, tokens),
+            in_specs=(queries, keys, keys, of_queries, of_keys, of_queries, of_keys),
             out_specs=queries,
         )(q_BNTH, k_BKSH, v_BKSH, q_positions_BT, kv_positions_BS, q_segments_BT, kv_segments_BS)
 

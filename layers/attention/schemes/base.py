@@ -47,10 +47,10 @@ class AttentionScheme(Protocol):
             q_BNTH: queries, laid out as (act_batch, act_heads, act_seq, -).
             k_BKSH: keys, laid out as (act_batch, act_kv_heads, act_seq, -).
             v_BKSH: values, laid out as the keys.
-            q_positions_BT: int32 position of each query in its document.
-            kv_positions_BS: int32 position of each key.
-            q_segments_BT: int32 document of each query; 0 is padding.
-            kv_segments_BS: int32 document of each key.
+            q_positions_BT: int32 position of each query in its document, (act_batch, act_seq).
+            kv_positions_BS: int32 position of each key, (act_batch, act_kv_seq).
+            q_segments_BT: int32 document of each query, likewise; 0 is padding.
+            kv_segments_BS: int32 document of each key, likewise.
             masking: which keys a query sees.
 
         Returns:
