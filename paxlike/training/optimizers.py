@@ -34,6 +34,7 @@ Tree = Any  # a pytree of arrays (or of their abstract values) shaped like the p
 # AdamW's learning rate and decay (arXiv 2502.16982, eq. 4).
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 _MUON_RMS = 0.2
+_HEADS = ("q_heads", "kv_heads")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,7 +129,8 @@ def matrix_dims(names: Names) -> tuple[tuple[int, ...], ...]:
     for dim, name in enumerate(names):
         if name == "layers" or (name == "experts" and not groups):
             continue
-        if name == "head_dim" and groups and names[dim - 1] in ("q_heads", "kv_heads"):
+        # A bias of heads has an unnamed dimension of size 1 between the two.
+        if name in (None, "head_dim") and groups and names[groups[-1][0]] in _HEADS:
             groups[-1] += (dim,)
         else:
             groups.append((dim,))

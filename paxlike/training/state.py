@@ -10,10 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshes.context import current
 from paxlike.config import Experiment
+from paxlike.model import Model
 from paxlike.training.optimizers import (
     Optimizer,
     abstract_optimizer_state,
@@ -60,27 +62,37 @@ class TrainState:
     guard: Guard
 
 
-def optimizer_of(model: Any, experiment: Experiment) -> Optimizer:
+def optimizer_of(model: Model, experiment: Experiment) -> Optimizer:
     """Build the experiment's optimizer for a model's parameters."""
     return build_optimizer(
-        experiment.optimizer, num_steps=experiment.train.num_steps, names=model.names()
+        experiment.optimizer,
+        num_steps=experiment.train.num_steps,
+        names=logical_names(model.abstract()),
     )
+
+
+def logical_names(params: Any) -> Any:
+    """Logical names of each parameter, in a tree like the parameters."""
+    variables = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    names = [tuple(variable.get_metadata()["out_sharding"]) for variable in variables]
+    return jax.tree.unflatten(jax.tree.structure(params), names)
 
 
 def moment_params(params: Any, experiment: Experiment) -> Any:
     """Abstract parameters in the layout of their moments (ZeRO-1 splits them over the data)."""
-
-    def place(x: Any) -> jax.ShapeDtypeStruct:
-        spec = moment_spec(
-            x.sharding.spec, x.shape, split_over_data=experiment.parallel.zero1
-        )
-        sharding = NamedSharding(x.sharding.mesh, spec)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    return jax.tree.map(place, params)
+    zero1 = experiment.parallel.zero1
+    return jax.tree.map(
+        lambda x: _placed(x, moment_spec(x.sharding.spec, x.shape, split_over_data=zero1)), params
+    )
 
 
-def abstract_state(model: Any, optimizer: Optimizer, experiment: Experiment) -> TrainState:
+def _placed(x: Any, spec: PartitionSpec, dtype: Any = None) -> jax.ShapeDtypeStruct:
+    # The mesh itself, with its devices: shapes that come from tracing carry an abstract one.
+    sharding = NamedSharding(current().mesh, spec)
+    return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding)
+
+
+def abstract_state(model: Model, optimizer: Optimizer, experiment: Experiment) -> TrainState:
     """Shapes, dtypes and shardings of the state under the active parallelism.
 
     Args:
@@ -88,17 +100,14 @@ def abstract_state(model: Any, optimizer: Optimizer, experiment: Experiment) -> 
         optimizer: its update rule.
         experiment: the run.
     """
-    params = model.abstract()
+    params = jax.tree.map(lambda x: _placed(x, x.sharding.spec), model.abstract())
     moments = moment_params(params, experiment)
     ema = None
     if experiment.train.ema_decay is not None:
-        ema = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), moments
-        )
-    replicated = NamedSharding(current().mesh, PartitionSpec())
+        ema = jax.tree.map(lambda x: _placed(x, x.sharding.spec, jnp.float32), moments)
 
     def scalar(dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((), dtype, sharding=replicated)
+        return _placed(jax.ShapeDtypeStruct((), dtype), PartitionSpec())
 
     return TrainState(
         step=scalar(jnp.int32),
@@ -115,7 +124,7 @@ def abstract_state(model: Any, optimizer: Optimizer, experiment: Experiment) -> 
 
 
 def init_state(
-    model: Any, optimizer: Optimizer, experiment: Experiment, *, params: Any = None
+    model: Model, optimizer: Optimizer, experiment: Experiment, *, params: Any = None
 ) -> TrainState:
     """Make the state of step 0.
 
@@ -140,3 +149,19 @@ def init_state(
     shardings = jax.tree.map(lambda x: x.sharding, targets)
     opt_state, ema, guard, step = jax.jit(rest, out_shardings=shardings)(params)
     return TrainState(step=step, params=params, opt_state=opt_state, ema=ema, guard=guard)
+
+
+def averaged_params(state: TrainState, abstract: TrainState) -> Any:
+    """The moving average as parameters; the parameters themselves where there is none."""
+    if state.ema is None:
+        return state.params
+    shardings = jax.tree.map(lambda x: x.sharding, abstract.params)
+
+    def convert(ema: Any) -> Any:
+        return jax.tree.map(
+            lambda x, target: jax.reshard(x.astype(target.dtype), target.sharding.spec),
+            ema,
+            abstract.params,
+        )
+
+    return jax.jit(convert, out_shardings=shardings)(state.ema)

@@ -18,6 +18,7 @@ import optax
 
 from meshes.context import current
 from paxlike.config import Experiment
+from paxlike.model import Model, mean_metrics
 from paxlike.training.optimizers import Optimizer, moment_spec
 from paxlike.training.state import Guard, TrainState
 
@@ -30,7 +31,7 @@ _MEMORY = 100
 _TRUSTED = 10
 
 
-def build_train_step(model: Any, optimizer: Optimizer, experiment: Experiment) -> Any:
+def build_train_step(model: Model, optimizer: Optimizer, experiment: Experiment) -> Any:
     """Build the jitted step(state, batch) -> (state, metrics); the state is donated.
 
     Metrics are float32 scalars: `loss` (mean over tokens by `loss_weights`), what else the model
@@ -71,32 +72,28 @@ def build_train_step(model: Any, optimizer: Optimizer, experiment: Experiment) -
     return jax.jit(step, donate_argnums=0, compiler_options=_compiler_options(experiment))
 
 
-def build_eval_step(model: Any, experiment: Experiment) -> Any:
+def build_eval_step(model: Model, experiment: Experiment) -> Any:
     """Build the jitted step(params, batch) -> metrics.
 
-    `loss_sum` is the sum of weighted token losses and `weights` that of the weights, both float32:
-    batches are averaged by token with them. The batch is cut like a training batch, so that
-    evaluation needs no more memory than training.
+    `loss` is the sum of weighted token losses and `weights` that of the weights, both float32, so
+    that batches are averaged by token. The batch is cut like a training batch: evaluation needs
+    no more memory than training.
     """
 
     def step(params: Any, batch: Batch) -> Metrics:
         def part(sums: Metrics, micro: Batch) -> tuple[Metrics, None]:
-            loss_sum, metrics = model.loss_sum(params, micro)
-            loss_sum = metrics["loss"] * metrics["weights"]
-            return {
-                "loss_sum": sums["loss_sum"] + loss_sum.astype(jnp.float32),
-                "weights": sums["weights"] + metrics["weights"],
-            }, None
+            metrics = model.loss_sum(params, micro)[1]
+            return {name: sums[name] + metrics[name] for name in sums}, None
 
-        zero = {"loss_sum": jnp.zeros((), jnp.float32), "weights": jnp.zeros((), jnp.float32)}
-        return _scan_parts(part, zero, batch, experiment.train.accumulation_steps)[0]
+        zeros = {name: jnp.zeros((), jnp.float32) for name in ("loss", "weights")}
+        return _scan_parts(part, zeros, batch, experiment.train.accumulation_steps)[0]
 
     return jax.jit(step, compiler_options=_compiler_options(experiment))
 
 
-def abstract_batch(experiment: Experiment, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_batch(experiment: Experiment) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes, dtypes and shardings of a global batch under the active parallelism."""
-    shape = (experiment.train.global_batch_size, seq_len)
+    shape = (experiment.train.global_batch_size, experiment.data.sequence_length)
     sharding = jax.sharding.NamedSharding(
         current().mesh, current().spec(("act_batch", "act_seq"), shape, "batch")
     )
@@ -124,30 +121,28 @@ def _scan_parts(part: Callable[..., Any], init: Any, batch: Batch, num_parts: in
     return jax.lax.scan(part, init, jax.tree.map(cut, batch))
 
 
-def _gradients(model: Any, params: Any, batch: Batch, num_parts: int) -> tuple[Any, Metrics]:
+def _gradients(model: Model, params: Any, batch: Batch, num_parts: int) -> tuple[Any, Metrics]:
     """Gradients of the token-weighted mean loss of the whole batch, and its metrics."""
-    weights = batch["loss_weights"].sum(dtype=jnp.float32)
-    inverse = 1 / jnp.where(weights > 0, weights, 1)
+    weights = jnp.maximum(batch["loss_weights"].sum(dtype=jnp.float32), 1)
 
-    def mean_loss(params: Any, micro: Batch) -> tuple[jax.Array, Metrics]:
-        loss_sum, metrics = model.loss_sum(params, micro)
-        share = metrics["weights"] * inverse
-        metrics = {k: v if k == "weights" else v * share for k, v in metrics.items()}
-        return loss_sum * inverse, metrics
+    def share(params: Any, micro: Batch) -> tuple[jax.Array, Metrics]:
+        objective, sums = model.loss_sum(params, micro)
+        return objective / weights, sums
 
-    grad = jax.grad(mean_loss, has_aux=True)
+    grad = jax.grad(share, has_aux=True)
     if num_parts == 1:
-        return grad(params, batch)
+        grads, sums = grad(params, batch)
+        return grads, mean_metrics(sums)
 
-    def part(sums: Any, micro: Batch) -> tuple[Any, Metrics]:
-        grads, metrics = grad(params, micro)
-        return jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, grads), metrics
+    def part(total: Any, micro: Batch) -> tuple[Any, Metrics]:
+        grads, sums = grad(params, micro)
+        return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), sums
 
     # Sums of many small terms: float32 whatever the parameters' dtype.
     zeros = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.float32), params)
-    grads, metrics = _scan_parts(part, zeros, batch, num_parts)
+    grads, sums = _scan_parts(part, zeros, batch, num_parts)
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-    return grads, jax.tree.map(lambda m: m.sum(0), metrics)
+    return grads, mean_metrics(jax.tree.map(lambda m: m.sum(0), sums))
 
 
 def _update(

@@ -1,0 +1,123 @@
+"""What a run writes down: `metrics.jsonl` and TensorBoard events, continued exactly after a kill.
+
+A row of `metrics.jsonl` is `{"step": n, name: value, ...}`; rows of training and of evaluation
+(`eval_*`) are separate lines. On resuming, rows beyond the restored step are dropped, because the
+run will write them again. Only process 0 writes.
+"""
+
+import json
+import pathlib
+import time
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+FILE = "metrics.jsonl"
+
+
+class MetricLog:
+    """The metrics of a run; use as a context manager.
+
+    Args:
+        workdir: the run's folder.
+        step: last step that counts: 0 for a new run, else the restored one.
+    """
+
+    def __init__(self, workdir: pathlib.Path, step: int) -> None:
+        self._writes = jax.process_index() == 0
+        self._rows = _keep_rows(workdir / FILE, step) if self._writes else []
+        if self._writes:
+            from tensorboardX import SummaryWriter
+
+            self._file = (workdir / FILE).open("a")
+            self._events = SummaryWriter(str(workdir / "tensorboard"), purge_step=step + 1)
+
+    def __enter__(self) -> "MetricLog":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._writes:
+            self._file.close()
+            self._events.close()
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Add a row; it survives the death of the process."""
+        row = {"step": step, **values}
+        self._rows.append(row)
+        if self._writes:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+            for name, value in values.items():
+                group = "eval" if name.startswith("eval_") else "train"
+                self._events.add_scalar(f"{group}/{name.removeprefix('eval_')}", value, step)
+
+    def last(self, name: str) -> float | None:
+        """The newest value of a metric."""
+        return next((row[name] for row in reversed(self._rows) if name in row), None)
+
+    def evaluated(self, step: int) -> bool:
+        """Whether this step has its evaluation."""
+        return any(row["step"] == step and "eval_loss" in row for row in reversed(self._rows))
+
+
+def read_metrics(workdir: pathlib.Path) -> list[dict[str, float]]:
+    """The rows of a run's metrics."""
+    return [json.loads(line) for line in (workdir / FILE).read_text().splitlines()]
+
+
+def _keep_rows(path: pathlib.Path, step: int) -> list[dict[str, float]]:
+    """Drop rows beyond a step, and what a kill left of a half-written line."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    rows = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        if line.endswith("\n") and row["step"] <= step:
+            rows.append(row)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    temporary.replace(path)
+    return rows
+
+
+class StepClock:
+    """Times steps by when their results arrive; what happens between steps is left out."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._last: float | None = None
+
+    def arrived(self) -> None:
+        """A step's result is here."""
+        now = time.perf_counter()
+        if self._last is not None:
+            self.seconds.append(now - self._last)
+        self._last = now
+
+    def interrupt(self) -> None:
+        """Something else comes before the next step: it starts no interval."""
+        self._last = None
+
+    def measured(self, tokens_per_step: int) -> dict[str, Any]:
+        """The `measured` section of a report; empty before two steps in a row."""
+        if not self.seconds:
+            return {}
+        median = float(np.median(self.seconds))
+        return {
+            "step_seconds": {
+                "median": median,
+                "min": min(self.seconds),
+                "max": max(self.seconds),
+                "n": len(self.seconds),
+            },
+            "tokens_per_second": tokens_per_step / median,
+        }
