@@ -141,10 +141,12 @@ def load_corpus(
     place = os.path.join(
         cache_folder(), "corpora", _hash([_FORMAT, key, eval_fraction, tokenizer.fingerprint])
     )
+    existed = os.path.exists(place)
     try:
         corpus = _read(place, split)
-    except (OSError, ValueError, KeyError):  # Absent, or damaged by a full disk or a crash.
-        shutil.rmtree(place, ignore_errors=True)
+    except (OSError, ValueError, KeyError, EOFError):
+        if existed:  # Damaged by a full disk or a crash. If not, another host may just have come.
+            shutil.rmtree(place, ignore_errors=True)
         with _writing(os.path.dirname(place)) as draft:
             _write(draft, source, tokenizer, eval_fraction, identity)
             # Another host may have been first: its content is the same.

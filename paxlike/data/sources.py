@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from paxlike.data.config import SourceConfig
+from paxlike.data.optional import optional_package
 from paxlike.data.stdlib_corpus import stdlib_files
 
 _BLOCK = 2**20  # bytes passed over at a time
@@ -167,13 +168,13 @@ class Parquet(_Files):
     """Each row a document, the text in one column."""
 
     def records(self, start: int = 0) -> Iterator[Record]:
-        import pyarrow
-        import pyarrow.parquet
+        pyarrow = optional_package("pyarrow", needed_by="data.source.kind 'parquet'")
+        from pyarrow.parquet import ParquetFile
 
         first = 0
         for path in self._files:
             try:
-                with pyarrow.parquet.ParquetFile(path) as file:
+                with ParquetFile(path) as file:
                     yield from self._rows(path, file, start - first)
                     first += file.metadata.num_rows
             except (pyarrow.ArrowException, OSError) as error:
@@ -242,8 +243,17 @@ class HuggingFace:
         self._field = field
 
     def records(self, start: int = 0) -> Iterator[Record]:
-        for number, row in enumerate(self._dataset.skip(start), start):
-            yield _document(f"{self._config.name} row {number}", row.get(self._field), self._config)
+        number = start
+        try:
+            for row in self._dataset.skip(start):
+                name = f"{self._config.name} row {number}"
+                yield _document(name, row.get(self._field), self._config)
+                number += 1
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"data.source: dataset {self._config.name!r} cannot be read at row {number}: "
+                f"{error}"
+            ) from error
 
     def identity(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
@@ -313,29 +323,33 @@ def _expand(patterns: tuple[str, ...]) -> list[str]:
 
 
 def _load_dataset(config: SourceConfig) -> Any:
-    import datasets
-    from datasets.exceptions import DatasetsError
-
     from paxlike.data.corpus import cache_folder
 
+    datasets = optional_package("datasets", needed_by="data.source.kind 'huggingface'")
     assert config.name is not None
     name = os.path.expanduser(config.name)
     try:
         if os.path.isfile(os.path.join(name, "state.json")):
             dataset: Any = datasets.load_from_disk(name)
-            return dataset.to_iterable_dataset() if config.streaming else dataset
-        return datasets.load_dataset(
-            name,
-            config.subset,
-            split=config.dataset_split,
-            streaming=config.streaming,
-            cache_dir=os.path.join(cache_folder(), "huggingface"),
-        )
-    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        else:
+            dataset = datasets.load_dataset(
+                name,
+                config.subset,
+                split=config.dataset_split,
+                streaming=config.streaming,
+                cache_dir=os.path.join(cache_folder(), "huggingface"),
+            )
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
             f"data.source: cannot load dataset {name!r}, subset {config.subset!r}, split "
             f"{config.dataset_split!r}: {error}"
         ) from error
+    if not isinstance(dataset, datasets.Dataset | datasets.IterableDataset):
+        raise ValueError(
+            f"data.source.name is {name!r}, saved with the splits {list(dataset)}; give the "
+            "folder of one of them"
+        )
+    return dataset.to_iterable_dataset() if isinstance(dataset, datasets.Dataset) else dataset
 
 
 def _document(name: str, content: Any, config: SourceConfig) -> Record:

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from paxlike.data.optional import optional_package
+
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 _BOS_NAMES = (BOS, "<s>", "<bos>", "<|begin_of_text|>", "[BOS]")
 _EOS_NAMES = (EOS, "</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>", "[EOS]")
@@ -125,8 +127,9 @@ class SentencePieceTokenizer:
     """A sentencepiece `.model` file."""
 
     def __init__(self, model: bytes) -> None:
-        import sentencepiece
-
+        if not model:  # sentencepiece takes an empty model for none given.
+            raise ValueError("the file is empty")
+        sentencepiece = optional_package("sentencepiece", needed_by="data.tokenizer '.model'")
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self.vocab_size = self._processor.vocab_size()
         self.bos_id = _id_or_none(self._processor.bos_id())
