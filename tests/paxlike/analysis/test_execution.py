@@ -65,7 +65,10 @@ def trips(text):
         ({"direction": "LE"}, Trips(11, True)),
         ({"direction": "NE"}, Trips(10, True)),
         ({"start": "9", "step": "-1", "limit": "0", "direction": "GE"}, Trips(10, True)),
-        ({"start": "9", "step": "2", "limit": "0", "direction": "GT", "op": "subtract"}, Trips(5, True)),
+        (
+            {"start": "9", "step": "2", "limit": "0", "direction": "GT", "op": "subtract"},
+            Trips(5, True),
+        ),
         ({"start": "20"}, Trips(0, True)),
         ({"limit": ""}, Trips(12, True)),  # the bound is a loop invariant element of the state
         ({"limit": "", "data": "i"}, Trips(1, False)),  # the bound changes

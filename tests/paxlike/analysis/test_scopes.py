@@ -9,7 +9,11 @@ from paxlike.analysis.scopes import Scope, parse_scope
     "op_name, path, phase",
     [
         ("jit(f)/layer/mlp/dot_general", "layer.mlp", "forward"),
-        ("jit(f)/jvp()/while/body/closed_call/layer/mlp/bd,df->bf/dot_general", "layer.mlp", "forward"),
+        (
+            "jit(f)/jvp()/while/body/closed_call/layer/mlp/bd,df->bf/dot_general",
+            "layer.mlp",
+            "forward",
+        ),
         ("jit(f)/outer/jvp(inner)/cond/branch_1_fun/tanh", "outer.inner", "forward"),
         ("jit(f)/outer/transpose(jvp(inner))/mlp/mul", "outer.inner.mlp", "backward"),
         ("jit(f)/transpose(jvp(a/b))/mul", "a.b", "backward"),
