@@ -2,7 +2,8 @@
 
 B batch, T length, V vocabulary, D model. Exchanges: the gather of the table over the axes that
 split D (FSDP), and one sum of [B, T, D] over the axes that split V: an all-reduce, or a
-reduce-scatter where the residual stream is split over them (Megatron-LM, arXiv 1909.08053, section 3).
+reduce-scatter where the residual stream is split over them (Megatron-LM, arXiv 1909.08053, section
+3).
 """
 
 import jax

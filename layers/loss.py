@@ -5,9 +5,9 @@ axes and the tokens are taken in chunks, so that logits exist as [C, V_local] on
 made in the forward pass, while the logits are there: nothing is recomputed and no logits are kept
 (the cotangent of a sum is a scalar). Exchanges, over the axes that split V: three all-reduces of
 [tokens] in float32 (largest logit, sum of exponentials, target logit) and the reduction of dx, in
-the layout of the residual stream; over the axes that split D, a gather of the head and a reduce-scatter
-of its gradient; over the axes that split tokens, the sum of the head's gradient and of the loss.
-Source: vocabulary-parallel cross entropy of Megatron-LM (arXiv 1909.08053, section 3).
+the layout of the residual stream; over the axes that split D, a gather of the head and a
+reduce-scatter of its gradient; over the axes that split tokens, the sum of the head's gradient and
+of the loss. Source: vocabulary-parallel cross entropy of Megatron-LM (arXiv 1909.08053, section 3).
 """
 
 import dataclasses

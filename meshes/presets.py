@@ -60,3 +60,16 @@ def preset(name: str) -> Rules:
     if name not in PRESETS:
         raise ValueError(f"unknown rule preset {name!r}; expected one of {', '.join(PRESETS)}")
     return PRESETS[name]
+
+
+def for_generation(rules: Rules) -> Rules:
+    """The same layout for generating text: the axes that split the sequence hold rows instead.
+
+    A step reads one token a row, which no axis can split along the sequence; the parameters stay
+    where they are.
+    """
+    batch = rules.axes("act_batch")
+    sequence = tuple(axis for axis in rules.axes("act_seq") if axis not in batch)
+    return rules.replace(
+        act_batch=batch + sequence, act_seq=None, act_kv_seq=None, act_residual_seq=None
+    )

@@ -1,6 +1,7 @@
 """Where an experiment's mesh, rules and schemes are entered: once, and together."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -47,9 +48,12 @@ def runtime(
         yield entered
 
 
+def here() -> str:
+    """The hardware of this process group, written as a target: `cpu:8`."""
+    return f"{jax.default_backend()}:{jax.device_count()}"
+
+
 def on_one_device(experiment: Experiment) -> Experiment:
     """The same experiment on a mesh of one device: the oracle of a parallel run."""
-    import dataclasses
-
     parallel = dataclasses.replace(experiment.parallel, mesh=MeshShape(), dcn_mesh=None)
     return dataclasses.replace(experiment, parallel=parallel)

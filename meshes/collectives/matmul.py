@@ -12,13 +12,14 @@ For each mesh axis, the layouts of the two operands and of the result say what m
 
 Tensor parallelism, Megatron sequence parallelism, FSDP and data parallelism are instances:
 `x[B_fsdp, T, D] w[D_fsdp, F_tensor] -> y[B_fsdp, T, F_tensor]` gathers `w` over `fsdp`; its
-backward pass, the same rule on the other two products, reduce-scatters `dw` over `fsdp` and all-reduces `dx`
-over `tensor`. The residuals are the operands as they came: gathered copies are made again in the
-backward pass, whatever the rematerialisation policy.
+backward pass, the same rule on the other two products, reduce-scatters `dw` over `fsdp` and
+all-reduces `dx` over `tensor`. The residuals are the operands as they came: gathered copies are
+made again in the backward pass, whatever the rematerialisation policy.
 
 Several weights that read the same input are multiplied in one call, so that the input is gathered,
 and its gradient reduced, once. Bytes sent per device, on G devices and X bytes gathered or reduced:
 all-gather and reduce-scatter (G-1)/G X each, all-reduce 2(G-1)/G X.
+
 """
 
 import dataclasses

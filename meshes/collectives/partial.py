@@ -1,0 +1,106 @@
+"""Whole copies made of shards, and shards made of partial sums: each is the other's transpose.
+
+Inside `jax.shard_map`, a block that splits its work over mesh axes begins by making its input whole
+on every device that shares the work (`enter`), and ends by summing what each device contributed
+(`leave`). Backward, the two change places. Gathers travel in the value's own dtype, sums in the
+`reduce` dtype. Bytes sent per device, on G devices and X bytes gathered or reduced: all-gather and
+reduce-scatter (G-1)/G X each, all-reduce 2(G-1)/G X.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from meshes.collectives.varying import own_slice, varying
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Moves:
+    """How a value is split, and over which axes the devices' contributions to it are summed.
+
+    Attributes:
+        gathers: pairs (mesh axis, dimension) over which the value is split when at home; of two
+            axes that split one dimension, the minor one first.
+        sums: mesh axes over which contributions differ, and are summed on the way home.
+        reduce: dtype of partial sums on the wire, by name.
+    """
+
+    gathers: tuple[tuple[str, int], ...] = ()
+    sums: tuple[str, ...] = ()
+    reduce: str = "float32"
+
+    def whole(self, x: jax.Array) -> jax.Array:
+        """Gather the shards of a value; the copies vary over `sums`."""
+        gathered = [axis for axis, _ in self.gathers]
+        x = varying(x, [axis for axis in self.sums if axis not in gathered])
+        for axis, dim in self.gathers:
+            to = "varying" if axis in self.sums else "invarying"
+            x = jax.lax.all_gather(x, axis, axis=dim, tiled=True, to=to)
+        return x
+
+    def home(self, partial: jax.Array) -> jax.Array:
+        """Sum partial results and keep the own shard; scatter first, so that less is left to sum."""
+        if self.sums:
+            partial = partial.astype(self.reduce)
+        for axis, dim in reversed(self.gathers):
+            if axis in self.sums:
+                partial = jax.lax.psum_scatter(partial, axis, scatter_dimension=dim, tiled=True)
+            else:
+                partial = own_slice(partial, axis, dim)
+        gathered = [axis for axis, _ in self.gathers]
+        rest = tuple(axis for axis in self.sums if axis not in gathered)
+        return jax.lax.psum(partial, rest) if rest else partial
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def enter(moves: Moves, x: jax.Array) -> jax.Array:
+    """Make a value whole; its gradient is summed and brought home.
+
+    Args:
+        moves: how the value is split and who will use it.
+        x: the local shard.
+
+    Returns:
+        The whole value, in x's dtype.
+    """
+    return moves.whole(x)
+
+
+def _enter_forward(moves: Moves, x: jax.Array):
+    return moves.whole(x), None
+
+
+def _enter_backward(moves: Moves, _, cotangent: jax.Array):
+    return (moves.home(cotangent).astype(cotangent.dtype),)
+
+
+enter.defvjp(_enter_forward, _enter_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def leave(moves: Moves, dtype: jnp.dtype, partial: jax.Array) -> jax.Array:
+    """Sum partial results and keep the own shard; the gradient is made whole.
+
+    Args:
+        moves: how the result is split and over which axes it is summed.
+        dtype: of the result.
+        partial: this device's contribution, in the `reduce` dtype.
+
+    Returns:
+        The local shard of the sum.
+    """
+    return moves.home(partial).astype(dtype)
+
+
+def _leave_forward(moves: Moves, dtype: jnp.dtype, partial: jax.Array):
+    return leave(moves, dtype, partial), None
+
+
+def _leave_backward(moves: Moves, dtype: jnp.dtype, _, cotangent: jax.Array):
+    del dtype
+    return (moves.whole(cotangent).astype(moves.reduce),)
+
+
+leave.defvjp(_leave_forward, _leave_backward)
