@@ -46,6 +46,13 @@ class ParallelConfig:
         table = self.rule_table
         if not isinstance(table, Rules):
             raise TypeError(f"parallel.rules is {self.rules!r}; expected a preset name or Rules")
+        for name, axes in table.table:
+            for axis in axes:
+                if axis not in self.mesh.sizes:
+                    raise ValueError(
+                        f"parallel.rules map {name!r} to the mesh axis {axis!r}; expected axes of "
+                        f"parallel.mesh: {', '.join(self.mesh.sizes)}"
+                    )
         kind, _, names = self.remat.partition(":")
         if kind not in ("none", "full", "dots", "named", "offload") or (
             bool(names) != (kind in ("named", "offload"))
@@ -117,3 +124,22 @@ class Experiment:
     train: TrainConfig = TrainConfig()
     inference: InferenceConfig = InferenceConfig()
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.data.sequence_length > self.model.max_position:
+            raise ValueError(
+                f"data.sequence_length is {self.data.sequence_length}; expected at most "
+                f"model.max_position = {self.model.max_position}"
+            )
+        for source in self.data.sources:
+            if source.kind == "synthetic" and source.vocab_size > self.model.vocab_size:
+                raise ValueError(
+                    f"data.source.vocab_size is {source.vocab_size}; expected at most "
+                    f"model.vocab_size = {self.model.vocab_size}, the rows of the embedding"
+                )
+        kind, _, size = self.data.tokenizer.partition(":")
+        if kind == "bpe" and int(size) > self.model.vocab_size:
+            raise ValueError(
+                f"data.tokenizer is {self.data.tokenizer}; expected at most model.vocab_size = "
+                f"{self.model.vocab_size} tokens, the rows of the embedding"
+            )

@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         _parse(argv)
         if FLAGS.help:
-            print(f"{__doc__}{FLAGS.module_help("paxlike")}")
+            print(f"{__doc__}{FLAGS.module_help('paxlike')}")
         elif FLAGS.list:
             lines = registry.descriptions().items()
             print("\n".join(f"{name:<20} {description}" for name, description in lines))
@@ -82,6 +82,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> None:
+    for name in FLAGS:
+        FLAGS[name].unparse()  # of an earlier call in this process
     try:
         rest = FLAGS(argv)[1:]
     except flags.Error as error:

@@ -1,10 +1,11 @@
 """`path=value` overrides of an experiment, typed by the annotations of its fields.
 
-All overrides are gathered into one tree and applied from the leaves up, each dataclass rebuilt once:
-its validation sees all new values together, so that two overrides which are valid only jointly work
-in any order. A path may lead into a dataclass that is None so far (`model.moe.num_experts=8`), which
-is then built, and into the rule table (`parallel.rules.act_seq=seq,tensor`), which is then the named
-preset with these rows changed. Free of JAX.
+All overrides are gathered into one tree and applied from the leaves up, each dataclass rebuilt
+once: its validation sees all new values together, so that two overrides which are valid only
+jointly work in any order. A path may lead into a dataclass that is None so far
+(`model.moe.num_experts=8`), which is then built; into the rule table
+(`parallel.rules.act_seq=seq,tensor`), which is then the named preset with these rows changed; and
+into any table of named rows (`parallel.compiler_options.NAME=value`). Free of JAX.
 """
 
 import dataclasses
@@ -123,7 +124,7 @@ def _parse_tuple(text: str, args: tuple[Any, ...], path: str) -> tuple[Any, ...]
 def _rebuild(value: Any, annotation: Any, node: _Node, path: str) -> Any:
     """New value at a path, given the old one and the overrides at and below the path."""
     kinds = alternatives(annotation)
-    cls = type(value) if dataclasses.is_dataclass(value) else dataclass_of(annotation)
+    cls = _class_at(value, annotation)
     if not node.below and kinds == (cls,):
         raise ValueError(
             f"override {path}={node.text}: {path} has fields, set one of them: "
@@ -148,6 +149,11 @@ def _rebuild(value: Any, annotation: Any, node: _Node, path: str) -> Any:
         f"override {path}.{below}: {path} is {type_name(annotation)} and has no fields; set "
         f"{path}=..."
     )
+
+
+def _class_at(value: Any, annotation: Any) -> type | None:
+    """The dataclass of a value, or the one that its place is declared to hold."""
+    return type(value) if dataclasses.is_dataclass(value) else dataclass_of(annotation)
 
 
 def _rebuild_dataclass(value: Any, cls: type, node: _Node, path: str) -> Any:

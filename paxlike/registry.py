@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from paxlike.config import Experiment
 from paxlike.errors import expected_name
+from paxlike.serialization import from_json, to_json
 
 Build = Callable[[], Experiment]
 
@@ -31,7 +32,8 @@ def register(build: Build) -> Build:
         The function, whose experiments carry the name and the description.
 
     Raises:
-        ValueError: another module took the name, or the function has no docstring.
+        ValueError: another module took the name, or the function has no docstring; when it is
+            called, a field is not of its declared type.
     """
     name = build.__name__
     description = (build.__doc__ or "").strip().partition("\n")[0]
@@ -40,7 +42,9 @@ def register(build: Build) -> Build:
 
     @functools.wraps(build)
     def named() -> Experiment:
-        return dataclasses.replace(build(), name=name, description=description)
+        experiment = dataclasses.replace(build(), name=name, description=description)
+        # There and back checks each field against its declared type, and that a run can restore it.
+        return from_json(to_json(experiment, Experiment), Experiment)
 
     taken = _builds.get(name)
     # The same module may register again: it was reloaded, or a notebook's cell was run twice.

@@ -1,7 +1,7 @@
 """What a mode found out, as one schema: `report.json` for programs, `report.md` for people.
 
-A section appears when the mode has it. Quantities carry their unit in the key: `_bytes`, `_seconds`,
-`flops`, `_fraction`. Free of JAX.
+A section appears when the mode has it. Quantities carry their unit in the key: `_bytes`,
+`_seconds`, `flops`, `_fraction`. Free of JAX.
 """
 
 import dataclasses
@@ -180,7 +180,9 @@ class Report:
     def sections(self) -> dict[str, Any]:
         """JSON values of the sections that exist."""
         return {
-            name: value for name, value in to_json(self, Report).items() if value not in (None, [], {})
+            name: value
+            for name, value in to_json(self, Report).items()
+            if value not in (None, [], {})
         }
 
     @classmethod

@@ -1,8 +1,8 @@
 """Frozen dataclasses to plain JSON values and back, by their annotations.
 
-A value that the annotation alone does not determine (a subclass, one of several dataclasses) carries
-its class under `"type"`. A field that the file lacks takes its default, so that a file outlives the
-addition of fields; one that the class lacks is an error, never dropped. Free of JAX.
+A value that the annotation alone does not determine (a subclass, one of several dataclasses)
+carries its class under `"type"`. A field that the file lacks takes its default, so that a file
+outlives the addition of fields; one that the class lacks is an error, never dropped. Free of JAX.
 """
 
 import dataclasses
@@ -139,7 +139,9 @@ def _convert(data: Any, kind: Any, path: str) -> Any:
             for index, (item, element) in enumerate(zip(data, kinds, strict=True))
         )
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return {key: from_json(item, _value_kind(kind), f"{path}.{key}") for key, item in data.items()}
+        return {
+            key: from_json(item, _value_kind(kind), f"{path}.{key}") for key, item in data.items()
+        }
     if isinstance(origin, type) and dataclasses.is_dataclass(origin):
         return _dataclass(data, _class_of(data, origin), path)
     return float(data) if origin is float else data

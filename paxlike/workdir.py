@@ -97,7 +97,7 @@ def load(path: Path) -> Experiment:
 
 def differences(old: Experiment, new: Experiment) -> dict[str, str]:
     """Path -> "old -> new" for every leaf in which two experiments differ."""
-    before, after = _leaves(to_json(old, Experiment)), _leaves(to_json(new, Experiment))
+    before, after = leaves(to_json(old, Experiment)), leaves(to_json(new, Experiment))
     return {
         path: f"{_shown(before, path)} -> {_shown(after, path)}"
         for path in dict.fromkeys((*before, *after))
@@ -121,13 +121,14 @@ def _within(path: str, roots: tuple[str, ...]) -> bool:
     return any(path == root or path.startswith(f"{root}.") for root in roots)
 
 
-def _leaves(value: Any, path: str = "") -> dict[str, Any]:
+def leaves(value: Any, path: str = "") -> dict[str, Any]:
+    """Path -> value of every leaf of nested JSON objects."""
     if not isinstance(value, dict):
         return {path: value}
     return {
         where: leaf
         for name, item in value.items()
-        for where, leaf in _leaves(item, f"{path}.{name}" if path else name).items()
+        for where, leaf in leaves(item, f"{path}.{name}" if path else name).items()
     }
 
 

@@ -5,7 +5,6 @@ simulation, with dimensions from their model cards (Llama 2: arXiv 2307.09288; L
 arXiv 2407.21783; Qwen3: arXiv 2505.09388; Mixtral: arXiv 2401.04088; GPT-3: arXiv 2005.14165).
 """
 
-import dataclasses
 from typing import Any
 
 from layers.config import FLOAT32, ModelConfig, MoEConfig, RopeConfig
@@ -14,6 +13,7 @@ from paxlike.config import Experiment, InferenceConfig, ParallelConfig
 from paxlike.data.config import DataConfig, SourceConfig
 from paxlike.registry import register
 from paxlike.training.config import OptimizerConfig, TrainConfig
+
 
 def _llama(
     *, layers: int, embed: int, heads: int, kv_heads: int, mlp: int, vocab: int, **others: Any
@@ -38,7 +38,7 @@ def _published(model: ModelConfig, **parallel: Any) -> Experiment:
         parallel=ParallelConfig(remat="full", **parallel),
         data=DataConfig(
             source=SourceConfig(kind="synthetic", vocab_size=model.vocab_size),
-            sequence_length=4096,
+            sequence_length=min(4096, model.max_position),
         ),
         optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=2000),
         train=TrainConfig(num_steps=100_000, global_batch_size=512, checkpoint_every=1000),
@@ -47,7 +47,7 @@ def _published(model: ModelConfig, **parallel: Any) -> Experiment:
 
 @register
 def quickstart() -> Experiment:
-    """A decoder of 3.9M parameters on the Python standard library, on 8 virtual devices."""
+    """A decoder of 3.5M parameters on the Python standard library, on 8 virtual devices."""
     return Experiment(
         model=ModelConfig(
             vocab_size=2048,
@@ -78,7 +78,7 @@ def quickstart() -> Experiment:
 
 @register
 def lm_100m() -> Experiment:
-    """A decoder of 100M parameters on the Python standard library, for one GPU or a TPU host."""
+    """A decoder of 98M parameters on the Python standard library, for one GPU or a TPU host."""
     return Experiment(
         model=ModelConfig(
             vocab_size=16_384,
@@ -186,6 +186,4 @@ def gpt3_175b() -> Experiment:
         mlp_bias=True,
         tie_embeddings=True,
     )
-    experiment = _published(model, mesh=MeshShape(fsdp=64, tensor=8))
-    data = dataclasses.replace(experiment.data, sequence_length=2048)
-    return dataclasses.replace(experiment, data=data)
+    return _published(model, mesh=MeshShape(fsdp=64, tensor=8))
