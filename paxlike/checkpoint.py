@@ -219,10 +219,11 @@ def _name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
 
 
-def _orbax() -> Any:
+def _orbax() -> ocp.Context:
+    context = ocp.Context()
     # The sharding file names devices, which another machine does not have.
-    saving = ocp.options.ArrayOptions.Saving(enable_write_sharding_file=False)
-    return ocp.Context(array_options=ocp.options.ArrayOptions(saving=saving))
+    context.array.saving.enable_write_sharding_file = False
+    return context
 
 
 def _read(

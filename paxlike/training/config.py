@@ -16,11 +16,16 @@ class OptimizerConfig:
         warmup_steps: steps of linear warm-up from 0.
         final_fraction: learning rate at the end, as a fraction of the peak.
         decay_fraction: wsd: part of the run that decays.
-        beta1, beta2, epsilon: moments' decay and the denominator's floor.
+        beta1: decay of the first moment, or momentum; 0 keeps none (adafactor, sgd).
+        beta2: decay of the second moment (adamw, and muon's Adam part), or of lion's momentum.
+        epsilon: floor of Adam's denominator.
         weight_decay: decoupled decay of the parameters that `decay_mask` names.
         decay_mask: `matrices` leaves norms, biases and 1-D parameters alone; `all` does not.
         clip_norm: global gradient norm above which gradients are scaled down; None is off.
         moment_dtype: dtype of the first moment; None is the parameters'.
+
+    Raises:
+        ValueError: a value is out of range, or would have no effect in this combination.
     """
 
     name: Literal["adamw", "adafactor", "lion", "muon", "sgd"] = "adamw"
@@ -59,6 +64,30 @@ class OptimizerConfig:
             raise ValueError(
                 f"optimizer.clip_norm is {self.clip_norm}; expected a positive number, or None"
             )
+        if self.moment_dtype not in (None, "float32", "bfloat16", "float16"):
+            raise ValueError(
+                f"optimizer.moment_dtype is {self.moment_dtype!r}; expected float32, bfloat16, "
+                "float16 or None"
+            )
+        self._reject_fields_without_effect()
+
+    def _reject_fields_without_effect(self) -> None:
+        without_effect = {
+            "beta2": self.name in ("adafactor", "sgd"),
+            "epsilon": self.name in ("adafactor", "lion", "sgd"),
+            "moment_dtype": self.name in ("adafactor", "sgd") and not self.beta1,
+            "final_fraction": self.schedule == "constant",
+            "decay_fraction": self.schedule != "wsd",
+            "decay_mask": not self.weight_decay,
+        }
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if without_effect.get(field.name) and value != field.default:
+                raise ValueError(
+                    f"optimizer.{field.name} is {value!r}, which has no effect with "
+                    f"optimizer.name={self.name}, beta1={self.beta1}, schedule={self.schedule}, "
+                    f"weight_decay={self.weight_decay}; leave it out"
+                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,6 +140,11 @@ class TrainConfig:
             )
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ValueError(f"train.ema_decay is {self.ema_decay}; expected 0 to 1, or None")
+        if self.on_bad_step == "stop" and self.max_bad_steps != type(self).max_bad_steps:
+            raise ValueError(
+                f"train.max_bad_steps is {self.max_bad_steps}, which has no effect with "
+                "train.on_bad_step=stop; leave it out, or set train.on_bad_step=skip"
+            )
         if self.spike_factor is not None and self.spike_factor <= 1:
             raise ValueError(
                 f"train.spike_factor is {self.spike_factor}; expected more than 1, or None"

@@ -9,10 +9,8 @@ import json
 import pathlib
 import time
 from types import TracebackType
-from typing import Any
 
 import jax
-import numpy as np
 
 FILE = "metrics.jsonl"
 
@@ -58,9 +56,9 @@ class MetricLog:
                 group = "eval" if name.startswith("eval_") else "train"
                 self._events.add_scalar(f"{group}/{name.removeprefix('eval_')}", value, step)
 
-    def last(self, name: str) -> float | None:
-        """The newest value of a metric."""
-        return next((row[name] for row in reversed(self._rows) if name in row), None)
+    def newest(self) -> dict[str, float]:
+        """The newest value of each metric."""
+        return {name: value for row in self._rows for name, value in row.items()}
 
     def evaluated(self, step: int) -> bool:
         """Whether this step has its evaluation."""
@@ -96,28 +94,15 @@ class StepClock:
         self.seconds: list[float] = []
         self._last: float | None = None
 
-    def arrived(self) -> None:
-        """A step's result is here."""
-        now = time.perf_counter()
-        if self._last is not None:
-            self.seconds.append(now - self._last)
+    def arrived(self) -> float | None:
+        """A step's result is here: the seconds since the one before it, if nothing was between."""
+        now, last = time.perf_counter(), self._last
         self._last = now
+        if last is None:
+            return None
+        self.seconds.append(now - last)
+        return now - last
 
     def interrupt(self) -> None:
         """Something else comes before the next step: it starts no interval."""
         self._last = None
-
-    def measured(self, tokens_per_step: int) -> dict[str, Any]:
-        """The `measured` section of a report; empty before two steps in a row."""
-        if not self.seconds:
-            return {}
-        median = float(np.median(self.seconds))
-        return {
-            "step_seconds": {
-                "median": median,
-                "min": min(self.seconds),
-                "max": max(self.seconds),
-                "n": len(self.seconds),
-            },
-            "tokens_per_second": tokens_per_step / median,
-        }

@@ -80,9 +80,7 @@ def build_optimizer(config: OptimizerConfig, *, num_steps: int, names: Tree) -> 
     )
 
 
-def build_schedule(
-    config: OptimizerConfig, num_steps: int
-) -> Callable[[jax.Array], jax.Array]:
+def build_schedule(config: OptimizerConfig, num_steps: int) -> Callable[[jax.Array], jax.Array]:
     """Learning rate of 0-based steps: linear warm-up, then the configured shape.
 
     Warm-up step i of W has the rate peak * (i + 1) / W; the decay would reach
@@ -291,9 +289,7 @@ def moment_spec(
     return spec
 
 
-def abstract_optimizer_state(
-    direction: optax.GradientTransformation, params: Tree
-) -> Tree:
+def abstract_optimizer_state(direction: optax.GradientTransformation, params: Tree) -> Tree:
     """Shapes of the optimizer's state, each leaf laid out like the parameter that it belongs to.
 
     Args:
@@ -308,7 +304,7 @@ def abstract_optimizer_state(
         for length in lengths:
             owner = owners.get(path[-length:])
             if owner is not None:
-                spec = _leaf_spec(path[: -length], leaf.shape, owner)
+                spec = _leaf_spec(path[:-length], leaf.shape, owner)
                 break
         mesh = current().mesh
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))

@@ -86,8 +86,12 @@ def moment_params(params: Any, experiment: Experiment) -> Any:
     )
 
 
+def concrete(abstract: Any) -> Any:
+    """Lay abstract arrays out on the devices of the active mesh; tracing knows only its shape."""
+    return jax.tree.map(lambda x: _placed(x, x.sharding.spec), abstract)
+
+
 def _placed(x: Any, spec: PartitionSpec, dtype: Any = None) -> jax.ShapeDtypeStruct:
-    # The mesh itself, with its devices: shapes that come from tracing carry an abstract one.
     sharding = NamedSharding(current().mesh, spec)
     return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding)
 
@@ -100,7 +104,7 @@ def abstract_state(model: Model, optimizer: Optimizer, experiment: Experiment) -
         optimizer: its update rule.
         experiment: the run.
     """
-    params = jax.tree.map(lambda x: _placed(x, x.sharding.spec), model.abstract())
+    params = concrete(model.abstract())
     moments = moment_params(params, experiment)
     ema = None
     if experiment.train.ema_decay is not None:

@@ -48,7 +48,7 @@ def build_train_step(model: Model, optimizer: Optimizer, experiment: Experiment)
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         grads, metrics = _gradients(model, state.params, batch, train.accumulation_steps)
         with jax.named_scope("optimizer"):
-            norm = optax.global_norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+            norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
             bad = _is_bad(metrics["loss"], norm, state.guard, train.spike_factor)
             rate = optimizer.schedule(state.step)
             params, opt_state, ema = _update(
