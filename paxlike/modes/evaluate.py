@@ -10,7 +10,8 @@ from paxlike.config import Experiment
 from paxlike.model import Model
 from paxlike.report import Report
 from paxlike.runtime import runtime
-from paxlike.training.evaluation import bits_per_byte, evaluate as run, open_data
+from paxlike.training.evaluation import bits_per_byte, open_data
+from paxlike.training.evaluation import evaluate as run
 from paxlike.training.feed import Feed
 from paxlike.training.state import concrete
 from paxlike.training.step import build_eval_step
