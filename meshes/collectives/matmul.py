@@ -24,7 +24,7 @@ all-gather and reduce-scatter (G-1)/G X each, all-reduce 2(G-1)/G X.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -129,8 +129,8 @@ def plan(equation: str, a: PartitionSpec, b: PartitionSpec, c: PartitionSpec) ->
         The product with its collectives.
 
     Raises:
-        ValueError: a gather or scatter would interleave blocks, because its axis is not the
-            minor part of the dimension's layout.
+        ValueError: blocks of a dimension would interleave, because two arrays split it over axes
+            in another order, or over an axis that is not the minor part of its layout in one.
     """
     names = _letters(equation)
     layouts = [_layout(letters, spec) for letters, spec in zip(names, (a, b, c), strict=True)]
@@ -152,12 +152,15 @@ def plan(equation: str, a: PartitionSpec, b: PartitionSpec, c: PartitionSpec) ->
                 gathers[side].append(Move(axis, letter, replicates=target is None))
             if target is not None and letter != target and target in names[side]:
                 slices[side].append(Move(axis, target))
+    # The minor part of a layout is gathered first, and sliced or scattered last.
     for side in (0, 1):
-        _check_minor(equation, layouts[side], gathers[side])
-    _check_minor(equation, layouts[2], scatters)
+        gathers[side].sort(key=_nesting(layouts[side]), reverse=True)
+        slices[side].sort(key=_nesting(layouts[2]))
+    scatters.sort(key=_nesting(layouts[2]))
+    _check_blocks(equation, layouts, gathers, slices, scatters)
     return Product(
         equation,
-        (tuple(reversed(gathers[0])), tuple(reversed(gathers[1]))),
+        (tuple(gathers[0]), tuple(gathers[1])),
         (tuple(slices[0]), tuple(slices[1])),
         Reduction(
             tuple((move.axis, names[2].index(move.letter)) for move in scatters), tuple(sums)
@@ -165,22 +168,75 @@ def plan(equation: str, a: PartitionSpec, b: PartitionSpec, c: PartitionSpec) ->
     )
 
 
-def _check_minor(equation: str, layout: Layout, moves: Sequence[Move]) -> None:
-    for letter, axes in layout.items():
-        moved = tuple(axis for axis in axes if any(move.axis == axis for move in moves))
-        if moved and axes[-len(moved) :] != moved:
-            raise ValueError(
-                f"{equation}: dimension {letter!r} is split over {axes}, and {moved} must be "
-                "gathered or scattered: list those axes last (minor) in its rule"
-            )
+def _nesting(layout: Layout) -> Callable[[Move], int]:
+    return lambda move: layout[move.letter].index(move.axis)
+
+
+def _check_blocks(
+    equation: str,
+    layouts: Sequence[Layout],
+    gathers: Sequence[Sequence[Move]],
+    slices: Sequence[Sequence[Move]],
+    scatters: Sequence[Move],
+) -> None:
+    """Follow the layout of every dimension through the moves, to the one that it must have."""
+    local: list[Layout] = []
+    for layout, gathered, sliced in zip(layouts[:2], gathers, slices, strict=True):
+        local.append(dict(layout))
+        for move in gathered:
+            if local[-1][move.letter][-1] != move.axis:
+                raise _interleaves(equation, move.letter, layouts)
+            local[-1][move.letter] = local[-1][move.letter][:-1]
+        for move in sliced:
+            local[-1][move.letter] += (move.axis,)
+    for letter in dict.fromkeys("".join(_letters(equation))):
+        held = [layout[letter] for layout in local if letter in layout]
+        made = held[0] + tuple(move.axis for move in scatters if move.letter == letter)
+        if held[0] != held[-1] or layouts[2].get(letter, made) != made:
+            raise _interleaves(equation, letter, layouts)
+
+
+def _interleaves(equation: str, letter: str, layouts: Sequence[Layout]) -> ValueError:
+    split = [layout[letter] for layout in layouts if letter in layout]
+    return ValueError(
+        f"{equation}: dimension {letter!r} is split over {' and over '.join(map(str, split))} in "
+        "the arrays that share it, which would interleave its blocks: list the axes in one order "
+        "in all their rules, those that not all of them have last (minor)"
+    )
 
 
 def _enter(x: jax.Array, product: Product, side: int) -> jax.Array:
     """Bring one operand from its own layout to that of the local product."""
+    return _slice(_gather(x, product, side, product.gathers[side]), product, side)
+
+
+def _enter_all(x: jax.Array, products: Sequence[Product]) -> list[jax.Array]:
+    """Bring the first operand, which the products share, to each of them; gather it once."""
+    wanted = [move for product in products for move in product.gathers[0]]
+    gathered: dict[tuple[Move, ...], jax.Array] = {}
+    entered = []
+    for product in products:
+        # Copies that one product must know to be equal serve the others too.
+        moves = tuple(
+            dataclasses.replace(m, replicates=dataclasses.replace(m, replicates=True) in wanted)
+            for m in product.gathers[0]
+        )
+        if moves not in gathered:
+            gathered[moves] = _gather(x, product, 0, moves)
+        entered.append(_slice(gathered[moves], product, 0))
+    return entered
+
+
+def _gather(x: jax.Array, product: Product, side: int, moves: Sequence[Move]) -> jax.Array:
     letters = _letters(product.equation)[side]
-    for move in product.gathers[side]:
+    for move in moves:
         to = "invarying" if move.replicates else "varying"
         x = jax.lax.all_gather(x, move.axis, axis=letters.index(move.letter), tiled=True, to=to)
+    return x
+
+
+def _slice(x: jax.Array, product: Product, side: int) -> jax.Array:
+    letters = _letters(product.equation)[side]
     for move in product.slices[side]:
         x = own_slice(x, move.axis, letters.index(move.letter))
     return x
@@ -222,11 +278,10 @@ def project(
 
     def local(x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         products = _products(projection)
-        gathered = _enter(x, products[0], 0)
         results = []
-        for product, w in zip(products, weights, strict=True):
+        for product, own_x, w in zip(products, _enter_all(x, products), weights, strict=True):
             w = _enter(w.astype(x.dtype), product, 1)
-            y = _multiply(product, gathered, w, projection)
+            y = _multiply(product, own_x, w, projection)
             results.append(_leave(y, product.reduction, projection).astype(x.dtype))
         return tuple(results)
 
@@ -239,6 +294,15 @@ def _forward(projection: Projection, x: jax.Array, weights: tuple[jax.Array, ...
     return project(projection, x, weights), (x, weights)
 
 
+def _transposed(p: Projection, i: int) -> tuple[Product, Product]:
+    """The products that make dx and dw of weight i."""
+    in_x, in_w, in_y = _letters(p.equations[i])
+    return (
+        plan(f"{in_y},{in_w}->{in_x}", p.results[i], p.weights[i], p.x),
+        plan(f"{in_x},{in_y}->{in_w}", p.x, p.results[i], p.weights[i]),
+    )
+
+
 def _backward(projection: Projection, residuals, cotangents: tuple[jax.Array, ...]):
     """Two products a weight: dx = dy w^T, summed over the weights, and dw = x^T dy."""
     p = projection
@@ -246,20 +310,18 @@ def _backward(projection: Projection, residuals, cotangents: tuple[jax.Array, ..
     def local(x, weights, cotangents):
         # Terms of dx that are reduced alike are summed first, and reduced once.
         terms: dict[Reduction, jax.Array] = {}
-        dweights, entered = [], {}
-        for i, equation in enumerate(p.equations):
-            in_x, in_w, in_y = _letters(equation)
-            to_x = plan(f"{in_y},{in_w}->{in_x}", p.results[i], p.weights[i], p.x)
-            to_w = plan(f"{in_x},{in_y}->{in_w}", p.x, p.results[i], p.weights[i])
-            dy, w = cotangents[i], weights[i].astype(x.dtype)
+        dweights = []
+        transposed = [_transposed(p, i) for i in range(len(p.equations))]
+        own_xs = _enter_all(x, [to_w for _, to_w in transposed])
+        for (to_x, to_w), own_x, dy, weight in zip(
+            transposed, own_xs, cotangents, weights, strict=True
+        ):
+            w = weight.astype(x.dtype)
             term = _multiply(to_x, _enter(dy, to_x, 0), _enter(w, to_x, 1), p)
             other = terms.get(to_x.reduction)
             terms[to_x.reduction] = term if other is None else other + term
-            moves = (to_w.gathers[0], to_w.slices[0])
-            if moves not in entered:
-                entered[moves] = _enter(x, to_w, 0)
-            dw = _multiply(to_w, entered[moves], _enter(dy, to_w, 1), p)
-            dweights.append(_leave(dw, to_w.reduction, p).astype(weights[i].dtype))
+            dw = _multiply(to_w, own_x, _enter(dy, to_w, 1), p)
+            dweights.append(_leave(dw, to_w.reduction, p).astype(weight.dtype))
         reduced = [_leave(term, reduction, p) for reduction, term in terms.items()]
         return sum(reduced[1:], reduced[0]).astype(x.dtype), tuple(dweights)
 
