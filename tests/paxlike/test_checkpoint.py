@@ -21,11 +21,8 @@ from paxlike import checkpoint
 from paxlike.checkpoint import CheckpointError, Checkpoints, load_params
 from paxlike.model import Model
 from paxlike.runtime import runtime
-from paxlike.training.config import OptimizerConfig
 from paxlike.training.state import abstract_state, optimizer_of
 from tests.paxlike.training.tiny import MIXED, MODEL, experiment
-
-ADAFACTOR = OptimizerConfig(name="adafactor")
 
 # One device; data only, with moments split further; all of FSDP, of the sequence; mixed ones.
 LAYOUTS = {
@@ -258,7 +255,8 @@ import jax, numpy as np
 from paxlike.checkpoint import load_params
 assert jax.device_count() == 1
 one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-step, params = load_params({str(tmp_path)!r}, {{"w": jax.ShapeDtypeStruct((8, 4), "float32", sharding=one)}})
+w = jax.ShapeDtypeStruct((8, 4), "float32", sharding=one)
+step, params = load_params({str(tmp_path)!r}, {{"w": w}})
 assert step == 5 and (np.asarray(params["w"]) == 5).all()
 """
     flags = {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}

@@ -22,13 +22,13 @@ DATA = DataConfig(
 MIXED = MeshShape(data=2, fsdp=2, tensor=2)
 
 
-def experiment(*, mesh=MIXED, optimizer=OptimizerConfig(), model=MODEL, parallel=None, **train):
+def experiment(*, mesh=MIXED, optimizer=None, model=MODEL, parallel=None, **train):
     return Experiment(
         name="tiny",
         model=model,
         parallel=dataclasses.replace(ParallelConfig(mesh=mesh), **(parallel or {})),
         data=DATA,
-        optimizer=optimizer,
+        optimizer=optimizer or OptimizerConfig(),
         train=TrainConfig(**({"num_steps": 12, "log_every": 1} | train)),
     )
 
