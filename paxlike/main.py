@@ -25,7 +25,7 @@ MODES = {
     "train": "paxlike.modes.train:train",
     "eval": "paxlike.modes.evaluate:evaluate",
     "generate": "paxlike.modes.generate:generate",
-    "compile": "paxlike.modes.compile:describe",
+    "compile": "paxlike.modes.compile:compile_",
 }
 
 # A namespace of our own: the flags of imported libraries are neither parsed nor listed.
@@ -52,11 +52,16 @@ _flag(flags.DEFINE_string, "prompt", None, "generate: text to continue.")
 _flag(flags.DEFINE_integer, "profile_first_step", None, "train: first step of an xprof trace.")
 _flag(flags.DEFINE_integer, "profile_steps", None, "train: steps that the trace covers.")
 _flag(flags.DEFINE_string, "profile_dir", None, "train: folder of the trace; else WORKDIR/trace.")
+_flag(flags.DEFINE_string, "step", None, "compile: train (the default), prefill or decode.")
+_flag(flags.DEFINE_boolean, "dump_hlo", False, "compile: write the compiled program.")
 _flag(flags.DEFINE_boolean, "list", False, "List the experiments.")
 _flag(flags.DEFINE_boolean, "help", False, "Show this.")
 
 # Handed to the mode, if it takes an argument of this name.
-_OPTIONS = ("target", "quick", "prompt", "profile_first_step", "profile_steps", "profile_dir")
+_OPTIONS = (
+    "target", "quick", "prompt", "profile_first_step", "profile_steps", "profile_dir", "step",
+    "dump_hlo",
+)  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:

@@ -12,10 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from paxlike.analysis.collectives import Collective
 from paxlike.serialization import from_json, to_json
 from paxlike.workdir import write_atomically
 
 SCHEMA = 1
+
+_COLLECTIVE_COLUMNS = (
+    "kind", "mesh_axes", "count", "bytes_per_device", "dtype", "phase", "hidden_fraction", "where"
+)  # fmt: skip
 
 Fits = Literal["safe", "try", "no"]
 How = Literal["executed", "counted", "predicted", "simulated"]
@@ -36,27 +41,6 @@ class Memory:
     per_device_bytes: Mapping[str, int]
     capacity_bytes: int | None = None
     fits: Fits | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Collective:
-    """Collectives of one kind over the same mesh axes, in one execution of the program.
-
-    Attributes:
-        kind: all-reduce, all-gather, reduce-scatter, all-to-all or collective-permute.
-        mesh_axes: the mesh axes that exchange.
-        count: operands, loop trip counts multiplied in.
-        bytes_per_device: sent by each device, all operands together.
-        hidden_fraction: part of the time hidden behind computation; None if not analysed.
-        where: scope in the program.
-    """
-
-    kind: str
-    mesh_axes: tuple[str, ...]
-    count: int
-    bytes_per_device: int
-    hidden_fraction: float | None = None
-    where: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -213,7 +197,7 @@ class Report:
             _section("Predicted", _rows(_flat(to_json(self.predicted, Predicted)))),
             _section("Memory of a device", self._memory_table()),
             _section("Compute", _rows(_flat(to_json(self.compute, Compute)))),
-            _section("Collectives", _table(self.collectives)),
+            _section("Collectives", _table(self.collectives, _COLLECTIVE_COLUMNS)),
             _section("Claims", _table(self.claims)),
             "\n\n".join(f"![{Path(plot).stem}]({plot})" for plot in self.plots),
         ]
@@ -308,12 +292,11 @@ def _title(name: str) -> str:
     return words.replace("_", " ").replace(".", " ")
 
 
-def _table(rows: Sequence[Any]) -> str:
-    """A table with a column for each field of the rows' dataclass that any row uses."""
+def _table(rows: Sequence[Any], columns: Sequence[str] = ()) -> str:
+    """A table of dataclasses: the columns that any row uses, of those named or of all fields."""
+    named = columns or [field.name for field in (dataclasses.fields(rows[0]) if rows else ())]
     columns = [
-        field.name
-        for field in (dataclasses.fields(rows[0]) if rows else ())
-        if any(getattr(row, field.name) not in (None, "", ()) for row in rows)
+        name for name in named if any(getattr(row, name) not in (None, "", ()) for row in rows)
     ]
     if not columns:
         return ""

@@ -53,6 +53,7 @@ class Collective:
       group_size: devices in one group.
       count: operands, trip counts multiplied in.
       bytes_per_device: sent by one device in all `count`, ring algorithm.
+      hidden_fraction: part of the time hidden behind computation; None if not analysed.
       payload_bytes: the X or Y of the module docstring, summed over all `count`.
       dtype: HLO element type, such as `bf16`.
       where: named scopes joined by dots; "" if none is known.
@@ -72,6 +73,7 @@ class Collective:
     phase: Phase
     in_loop: bool
     exact: bool
+    hidden_fraction: float | None = None
 
     @property
     def backward(self) -> bool:
@@ -167,7 +169,7 @@ def summary(rows: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], tup
 def format_table(rows: Sequence[Collective]) -> str:
     """Format rows as plain text, the largest senders first."""
     header = ("kind", "axes", "count", "sent/device", "dtype", "phase", "where")
-    lines = [header]
+    lines: list[tuple[str, ...]] = [header]
     for row in sorted(rows, key=lambda row: -row.bytes_per_device):
         count = str(row.count) if row.exact else f">={row.count}"
         axes = ",".join(row.mesh_axes)
