@@ -1,0 +1,175 @@
+"""`--mode=compile`: what a step needs and does on hardware that need not be there.
+
+Lowers and compiles one step for a target, from shapes alone, and reports the memory of a device
+against its capacity, the collectives by mesh axis and scope, and the FLOPs.
+"""
+
+from pathlib import Path
+
+from meshes import targets
+from meshes.hardware import CATALOGUE, Hardware
+from meshes.presets import for_generation
+from meshes.targets import Target
+from paxlike.analysis import collectives, hlo
+from paxlike.analysis.cost import operations
+from paxlike.analysis.model_flops import forward_flops, mean_context, training_flops
+from paxlike.compilation import (
+    DoesNotFitError,
+    Inputs,
+    Program,
+    Step,
+    XlaError,
+    argument_bytes,
+    compile_step,
+    inputs,
+)
+from paxlike.config import Experiment
+from paxlike.model import Model
+from paxlike.report import Compute, Fits, Memory, Report
+from paxlike.runtime import here, runtime
+
+STEPS: tuple[Step, ...] = ("train", "prefill", "decode")
+
+# Fragmentation, other programs and the runtime need the rest.
+SAFE_FRACTION = 0.8
+
+
+def compile_(
+    experiment: Experiment,
+    workdir: Path,
+    *,
+    target: str | None = None,
+    step: Step = "train",
+    dump_hlo: bool = False,
+    quiet: bool = False,
+) -> Report:
+    """Compile one step and report on it.
+
+    Args:
+        experiment: what is compiled.
+        workdir: folder of the run.
+        target: hardware, as `meshes.targets` reads it; None is the devices of this process.
+        step: `train`, `prefill` or `decode` (shapes as `paxlike.compilation.inputs` says).
+        dump_hlo: write the compiled program to `<step>.hlo.txt` in the workdir.
+        quiet: print nothing.
+
+    Raises:
+        ValueError: target, mesh, rules and experiment do not fit each other, or XLA failed (all
+            that it said is in `xla_error.txt` in the workdir). A model that does not fit into
+            memory is no error: it is the report's verdict.
+    """
+    if step not in STEPS:
+        raise ValueError(f"step is {step!r}; expected one of {', '.join(STEPS)}")
+    workdir.mkdir(parents=True, exist_ok=True)
+    place = None if target is None else targets.parse(target)
+    devices = None if place is None else targets.devices(place)
+    rules = None if step == "train" else for_generation(experiment.parallel.rule_table)
+    with runtime(experiment, devices, rules) as active:
+        given = inputs(experiment, Model(experiment.model), step)
+        try:
+            program = compile_step(given)
+        except DoesNotFitError as error:
+            report = _too_large(experiment, step, place, given, error)
+        except XlaError as error:
+            raise _short(error, step, workdir) from error
+        else:
+            if dump_hlo:
+                (workdir / f"{step}.hlo.txt").write_text(program.text)
+            report = _report(experiment, step, place, program, active.mesh)
+    if not quiet:
+        print(report.markdown(), end="")
+    return report
+
+
+def _report(
+    experiment: Experiment, step: Step, target: Target | None, program: Program, mesh: object
+) -> Report:
+    module = hlo.parse(program.text)
+    rows = collectives.table(module, mesh)
+    work = operations(module)
+    notes = _notes(target)
+    if not all(row.exact for row in work):
+        notes += ("A loop's trip count depends on data: its body is counted once.",)
+    return Report(
+        experiment=experiment.name,
+        mode="compile",
+        target=target.text if target else here(),
+        memory=_verdict(program.memory, target.hardware if target else None),
+        collectives=tuple(sorted(rows, key=lambda row: -row.bytes_per_device)),
+        compute=Compute(
+            flops_per_device=sum(row.flops for row in work),
+            model_flops=_model_flops(experiment, step),
+            hbm_bytes_per_device=sum(row.bytes for row in work),
+        ),
+        results={
+            "step": step,
+            "trace_seconds": program.trace_seconds,
+            "compile_seconds": program.compile_seconds,
+        },
+        notes=notes,
+    )
+
+
+def _verdict(per_device_bytes: dict[str, int], hardware: Hardware | None) -> Memory:
+    if hardware is None:
+        return Memory(per_device_bytes=per_device_bytes)
+    fraction = per_device_bytes["total"] / hardware.hbm_bytes
+    fits: Fits = "safe" if fraction <= SAFE_FRACTION else "try" if fraction <= 1 else "no"
+    return Memory(
+        per_device_bytes=per_device_bytes, capacity_bytes=hardware.hbm_bytes, fits=fits
+    )  # fmt: skip
+
+
+def _too_large(
+    experiment: Experiment,
+    step: Step,
+    target: Target | None,
+    given: Inputs,
+    error: DoesNotFitError,
+) -> Report:
+    """The report of a program that the compiler gave up on: only its memory is known."""
+    arguments = argument_bytes(given)
+    others = error.needed_bytes - sum(arguments.values())
+    memory = Memory(
+        per_device_bytes=arguments | {"temporaries": others, "total": error.needed_bytes},
+        capacity_bytes=error.available_bytes,
+        fits="no",
+    )
+    return Report(
+        experiment=experiment.name,
+        mode="compile",
+        target=target.text if target else here(),
+        memory=memory,
+        results={"step": step},
+        notes=(*_notes(target), "The compiler found no way to fit the program into memory."),
+    )
+
+
+def _notes(target: Target | None) -> tuple[str, ...]:
+    hardware = target.hardware if target else None
+    if hardware is None or hardware.compiled_as is None:
+        return ()
+    relative = CATALOGUE[hardware.compiled_as]
+    return (
+        f"XLA has no target for {hardware.title}: the program is that of its relative "
+        f"{relative.title}; capacity is {hardware.title}'s own.",
+    )
+
+
+def _model_flops(experiment: Experiment, step: Step) -> float:
+    model, length = experiment.model, experiment.data.sequence_length
+    rows = experiment.train.global_batch_size
+    if step == "train":
+        return training_flops(model, sequences=rows, length=length)
+    if step == "prefill":
+        context = mean_context(model, length)
+        return forward_flops(model, tokens=rows * length, context=context, heads_of_output=rows)
+    context = min(model.window or length, length)
+    return forward_flops(model, tokens=rows, context=context)
+
+
+def _short(error: XlaError, step: Step, workdir: Path) -> ValueError:
+    path = workdir / "xla_error.txt"
+    path.write_text(str(error))
+    said = " ".join(str(error).split())[:300]
+    return ValueError(f"XLA could not compile the {step} step: {said} (all of it: {path})")
