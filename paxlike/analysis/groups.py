@@ -81,7 +81,6 @@ def _group_axes(
 @functools.lru_cache(maxsize=4096)
 def _permute_axes(text: str, axes: Axes) -> tuple[Axes, int]:
     pairs = np.array([int(number) for number in re.findall(r"\d+", text)]).reshape(-1, 2)
-    pairs = pairs[pairs[:, 0] != pairs[:, 1]]
     if not len(pairs):
         return (), 1
     varying = _varying(pairs[:, 1:], pairs[:, :1], axes)

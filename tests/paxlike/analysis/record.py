@@ -1,8 +1,8 @@
 """Record the optimised HLO of `programs` for targets that the tests' machine does not have.
 
 Run with an environment that holds jax, jax-cuda12-plugin and libtpu:
-`python tests/paxlike/analysis/record.py`. It writes
-`samples/<target>_<jax version>_<program>.hlo.gz`. Source tables and the parts of backend configs that the reader ignores are cut off.
+`python tests/paxlike/analysis/record.py` writes `samples/<target>_<jax version>_<program>.hlo.gz`.
+Source tables and the parts of backend configs that the reader ignores are cut off.
 """
 
 import gzip

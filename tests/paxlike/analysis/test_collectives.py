@@ -136,6 +136,34 @@ def test_scopes_and_phases(target):
     assert phases == {"forward", "recompute", "backward"}
 
 
+@pytest.mark.parametrize(
+    "op_name, where, phase",
+    [
+        ("jit(f)/own/psum", "own", "forward"),
+        ("", "consumer", "backward"),  # all of the consumer's
+        ("jit(f)/while/body/jit", "consumer", "forward"),  # keeps its own phase
+    ],
+)
+def test_a_collective_without_scope_takes_its_consumers(op_name, where, phase):
+    metadata = f', metadata={{op_name="{op_name}"}}' if op_name else ""
+    line = (
+        f"%c = f32[16] all-reduce(%x), replica_groups=[2,4]<=[8], {GLOBAL}{metadata}\n"
+        "  %d = f32[16] copy(%c)\n  %e = f32[16] sine(%d), "
+        'metadata={op_name="jit(f)/transpose(jvp(consumer))/sin"}'
+    )
+    (row,) = collectives.table(program(line), AB)
+    assert (row.where, row.phase, row.backward) == (where, phase, phase != "forward")
+
+
+def test_a_collective_without_scope_takes_its_producers_last():
+    line = (
+        '%s = f32[16] sine(%x), metadata={op_name="jit(f)/producer/sin"}\n'
+        f"  %c = f32[16] all-reduce(%s), replica_groups=[2,4]<=[8], {GLOBAL}"
+    )
+    (row,) = collectives.table(program(line), AB)
+    assert row.where == "producer"
+
+
 def test_mesh_is_a_jax_mesh_or_a_mapping():
     text = compiled("cpu", "merged")
     by_mapping = collectives.table(text, programs.AXES)

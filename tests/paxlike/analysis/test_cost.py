@@ -133,6 +133,21 @@ def test_live_grouped_convolution():
     assert cost.flops(module) == 2 * 2 * 12 * 2 * (12 * 5)
 
 
+def test_batch_groups_divide_the_work():
+    """As in the gradient of a grouped convolution: an output feature sees its share of batch."""
+    text = """HloModule c
+
+ENTRY %main (x: f32[8,6,16], w: f32[3,6,4]) -> f32[4,4,14] {
+  %x = f32[8,6,16] parameter(0)
+  %w = f32[3,6,4] parameter(1)
+  ROOT %c = f32[4,4,14] convolution(%x, %w), window={size=3}, dim_labels=bf0_0io->bf0, \
+batch_group_count=2
+}
+"""
+    outputs, multiply_adds_each = 4 * 4 * 14, 6 * 3
+    assert cost.flops(hlo.parse(text)) == 2 * outputs * multiply_adds_each
+
+
 CALL = """HloModule c
 
 ENTRY %main (x: bf16[3,8,16], w: bf16[3,16,32]) -> bf16[3,8,32] {{

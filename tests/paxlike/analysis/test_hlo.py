@@ -22,7 +22,8 @@ ENTRY %main (x: f32[8,4]) -> (f32[8], s4[3]) {
   %x = f32[8,4]{1,0:T(8,128)S(1)} parameter(0), metadata={op_name="params[\\'x\\']"}
   %zero = f32[] constant(0)
   %r = f32[8]{0} reduce(f32[8,4]{1,0:T(8,128)S(1)} %x, f32[] %zero), dimensions={1}, \
-to_apply=%add, metadata={op_name="jit(f)/s/reduce" stack_frame_id=3}, backend_config={"a":{"b":[1,2]}}
+to_apply=%add, metadata={op_name="jit(f)/s/reduce" stack_frame_id=3}, \
+backend_config={"a":{"b":[1,2]}}
   %c = s4[3]{0:E(4)} constant({1, 2, 3})
   ROOT %t = (f32[8]{0}, /*index=1*/s4[3]{0:E(4)}) tuple(%r, /*index=1*/%c)
 }
