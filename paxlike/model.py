@@ -30,7 +30,8 @@ class Model:
 
     def __init__(self, config: ModelConfig):
         self.config = config
-        self._abstract = jax.eval_shape(self._construct, jax.random.key(0))
+        # The key is made while tracing: the mesh's devices may exist for compilation only.
+        self._abstract = jax.eval_shape(lambda: self._construct(jax.random.key(0)))
         self.graphdef = nnx.graphdef(
             nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(params=jax.random.key(0))))
         )
