@@ -24,7 +24,7 @@ _GROUPS = re.compile(
     r"replica_groups=(\{\{.*?\}\}|\{\}|\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?"
     rf"|mesh\[[^\]]*\](?:, device_ids={_NESTED})? \{{[^}}]*\}})"
 )
-_PAIRS = re.compile(r"source_target_pairs=(\{.*?\}\}|\{\})")
+_PAIRS = re.compile(r"source_target_pairs=(\{\}|\{\{.*?\}\})")
 _IOTA = re.compile(r"\[([\d,]*)\](?:T\(([\d,]*)\))?$")
 _MESH = re.compile(rf"mesh\[([^\]]*)\](?:, device_ids=({_NESTED}))? \{{([^}}]*)\}}")
 _AXIS = re.compile(r"'?([\w.\-]+)'?=(\d+)")

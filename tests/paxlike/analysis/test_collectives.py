@@ -229,6 +229,8 @@ def test_groups_of_one_are_no_collectives():
     assert not rows_of(f"%c = f32[16] all-reduce(%x), replica_groups={groups}, {GLOBAL}", AB)
     line = "%c = f32[16] collective-permute(%x), channel_id=1, source_target_pairs={{0,0},{3,3}}"
     assert not rows_of(line, AB)
+    empty = "source_target_pairs={}, frontend_attributes={a={{0,1},{1,0}}}"
+    assert not rows_of(f"%c = f32[16] collective-permute(%x), channel_id=1, {empty}", AB)
 
 
 @pytest.mark.parametrize(
