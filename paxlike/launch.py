@@ -18,7 +18,7 @@ from paxlike.errors import foreign_character
 _FORCE = "--xla_force_host_platform_device_count"
 
 # Keep libtpu from asking a metadata server that only Google's machines have.
-_COMPILE_ONLY_TPU = {
+COMPILE_ONLY_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -84,7 +84,7 @@ def start(
         local = -(-num_devices // ((processes and processes.num_processes) or 1))
         _set_virtual_devices(local)
     if target and name != "cpu":
-        os.environ.update(_COMPILE_ONLY_TPU | dict(os.environ))
+        os.environ.update(COMPILE_ONLY_TPU | dict(os.environ))
     os.environ["JAX_PLATFORMS"] = platform
     import jax  # only now: --help and --list do without, and JAX reads the environment here
 
