@@ -32,6 +32,8 @@ class Parallelism:
     schemes: Any = None
 
     def __post_init__(self) -> None:
+        for name, axes in self.rules.table:
+            self.rules.check_axes(name, axes, self.sizes)
         unused = [
             f"{axis}={size}"
             for axis, size in self.sizes.items()
@@ -51,6 +53,10 @@ class Parallelism:
     def axes(self, name: str | None) -> Axes:
         """Mesh axes larger than 1 over which a logical name is split."""
         return tuple(axis for axis in self.rules.axes(name) if self.sizes[axis] > 1)
+
+    def axes_of(self, names: Sequence[str | None]) -> Axes:
+        """Mesh axes larger than 1 that split any of these names, each once."""
+        return tuple(dict.fromkeys(axis for name in names for axis in self.axes(name)))
 
     def ways(self, name: str | None) -> int:
         """Number of parts into which a logical name is split."""
@@ -82,7 +88,8 @@ def parallelism(
     """Enter a mesh and its rules together.
 
     Raises:
-        ValueError: a mesh axis larger than 1 is used by no rule.
+        ValueError: a mesh axis larger than 1 is used by no rule, or a rule names an axis that the
+            mesh does not have.
     """
     entered = Parallelism(mesh, rules, schemes)
     flax_rules = tuple((name, entered.axes(name) or None) for name, _ in rules.table)

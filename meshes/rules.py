@@ -48,11 +48,25 @@ class Rules:
         return cls(tuple((name, ()) for name in STANDARD_NAMES)).replace(**axes)
 
     def replace(self, **axes: str | Sequence[str] | None) -> "Rules":
-        """Return the table with some names remapped or added."""
-        table: dict[str, Axes] = dict(self.table)
-        for name, value in axes.items():
-            table[name] = (value,) if isinstance(value, str) else tuple(value or ())
-        return Rules(tuple(table.items()))
+        """Return the table with some names remapped.
+
+        Raises:
+            ValueError: the table does not know a name; see `extend`.
+        """
+        for name in axes:
+            self.axes(name)
+        return Rules(tuple((dict(self.table) | _rows(axes)).items()))
+
+    def extend(self, **axes: str | Sequence[str] | None) -> "Rules":
+        """Return the table with names added: those of a paper.
+
+        Raises:
+            ValueError: the table has a name already.
+        """
+        for name, _ in self.table:
+            if name in axes:
+                raise ValueError(f"rules name {name!r} is already in the table; use replace")
+        return Rules(self.table + tuple(_rows(axes).items()))
 
     def axes(self, name: str | None) -> Axes:
         """Mesh axes of one logical name; None is replicated.
@@ -71,6 +85,16 @@ class Rules:
     @property
     def used_axes(self) -> frozenset[str]:
         return frozenset(axis for _, axes in self.table for axis in axes)
+
+    @staticmethod
+    def check_axes(name: str | None, axes: Axes, sizes: Mapping[str, int]) -> None:
+        """Raise ValueError if a row names an axis that the mesh does not have."""
+        for axis in axes:
+            if axis not in sizes:
+                raise ValueError(
+                    f"rule {name!r} -> {axes} names the mesh axis {axis!r}, but the mesh has "
+                    f"{', '.join(sizes)}"
+                )
 
     def split(
         self,
@@ -99,12 +123,7 @@ class Rules:
         owner: dict[str, str | None] = {}
         for dim, name in enumerate(names):
             axes = self.axes(name)
-            for axis in axes:
-                if axis not in sizes:
-                    raise ValueError(
-                        f"rule {name!r} -> {axes} names the mesh axis {axis!r}, but the mesh has "
-                        f"{', '.join(sizes)}"
-                    )
+            self.check_axes(name, axes, sizes)
             axes = tuple(axis for axis in axes if sizes[axis] > 1)
             for axis in axes:
                 if axis in owner:
@@ -121,6 +140,13 @@ class Rules:
                 raise ValueError(_indivisible(what, name, shape[dim], axes, sizes, ways))
             entries.append(axes)
         return tuple(entries)
+
+
+def _rows(axes: Mapping[str, str | Sequence[str] | None]) -> dict[str, Axes]:
+    return {
+        name: (value,) if isinstance(value, str) else tuple(value or ())
+        for name, value in axes.items()
+    }
 
 
 def _indivisible(
