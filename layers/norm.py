@@ -37,7 +37,16 @@ class Norm(nnx.Module):
         )  # fmt: skip
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise [..., D]; the result has x's dtype and layout."""
+        """Normalise [..., D]; the result has x's dtype and layout.
+
+        Raises:
+            ValueError: the rules split D.
+        """
+        if jax.typeof(x).sharding.spec[-1] is not None:
+            raise ValueError(
+                f"a norm needs its last dimension whole on each device, but {x.shape} is laid out "
+                f"as {jax.typeof(x).sharding.spec}; map its logical name ('act_embed') to no axis"
+            )
         parameters = (self.scale[...],) + (() if self.bias is None else (self.bias[...],))
         return on_each_device(self._local, x, *parameters)
 

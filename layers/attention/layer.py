@@ -106,7 +106,6 @@ class Attention(nnx.Module):
                 q_segments_BT=tokens.segments_BT, kv_segments_BS=segments,
                 masking=self.masking,
             )  # fmt: skip
-        context = checkpoint_name(context, "attention_context")
         with jax.named_scope("out"):
             (out,) = project(
                 context, (self.out,), ("bnth,nhd->btd",),

@@ -36,10 +36,22 @@ def on_each_device(
 
     Returns:
         A global array, laid out as x.
+
+    Raises:
+        ValueError: a parameter is not laid out as the last dimensions of x.
     """
 
     def local(x: jax.Array, *parameters: jax.Array) -> jax.Array:
         return function(x, *(varying(p, vma(x)) for p in parameters))
 
     specs = tuple(jax.typeof(array).sharding.spec for array in (x, *parameters))
+    for parameter, spec in zip(parameters, specs[1:], strict=True):
+        for dim, split in enumerate(spec):
+            its_own = specs[0][x.ndim - parameter.ndim + dim]
+            if parameter.shape[dim] > 1 and split != its_own:
+                raise ValueError(
+                    f"a bias or scale of shape {parameter.shape} is laid out as {spec}, and the "
+                    f"activation {x.shape} that it is applied to as {specs[0]}; map the logical "
+                    "names of their last dimensions to the same mesh axes ('norm' to none)"
+                )
     return jax.shard_map(local, in_specs=specs, out_specs=specs[0])(x, *parameters)

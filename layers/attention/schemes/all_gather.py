@@ -1,6 +1,6 @@
 """All-gather of keys and values: each device attends from its own queries to the whole sequence.
 
-Exchanges, over the axes of `act_seq` that `act_kv_seq` does not keep: one all-gather each of keys
+Exchanges, over the axes of `act_seq`: one all-gather each of keys
 and values forward, and a reduce-scatter each of dK and dV backward;
 2 (r-1)/r B S K H elements sent per device each way on r ranks (the context parallelism of Llama 3,
 arXiv 2407.21783, section 3.3.2). No exchange when the sequence is not split. Keys and values of the
@@ -30,10 +30,20 @@ class AllGather:
         kv_segments_BS: jax.Array,
         masking: Masking,
     ) -> jax.Array:
-        """See `AttentionScheme`."""
+        """See `AttentionScheme`.
+
+        Raises:
+            ValueError: the rules keep keys and values split, or split the heads unevenly.
+        """
         par = current()
         num_heads, num_kv_heads = q_BNTH.shape[1], k_BKSH.shape[1]
-        gathered = tuple(a for a in par.axes("act_seq") if a not in par.axes("act_kv_seq"))
+        gathered = par.axes("act_seq")
+        if par.axes("act_kv_seq"):
+            raise ValueError(
+                f"rule 'act_kv_seq' -> {par.axes('act_kv_seq')}: the attention scheme all_gather "
+                "reads all keys on each device; map 'act_kv_seq' to no axis, or choose a scheme "
+                "that keeps them split"
+            )
         whole = q_BNTH.shape[2] == k_BKSH.shape[2] and not par.axes("act_seq")
 
         def local(q, k, v, q_pos, kv_pos, q_seg, kv_seg):
@@ -62,14 +72,20 @@ class AllGather:
 def _local_kv_heads(
     par: Parallelism, x: jax.Array, num_heads: int, num_kv_heads: int, local_heads: int
 ) -> jax.Array:
-    """Choose the key/value heads that this device's query heads read, if each device has all.
+    """Choose the key/value heads that this device's query heads read, if it has more.
 
     Raises:
-        ValueError: the query heads of a device would straddle groups unevenly.
+        ValueError: key/value heads are split over other axes than the major ones of the query
+            heads, or the query heads of a device would straddle groups unevenly.
     """
-    axes = par.axes("act_heads")
-    if par.axes("act_kv_heads") == axes:
+    axes, kv_axes = par.axes("act_heads"), par.axes("act_kv_heads")
+    if kv_axes == axes:
         return x
+    if axes[: len(kv_axes)] != kv_axes:
+        raise ValueError(
+            f"rules 'act_heads' -> {axes} and 'act_kv_heads' -> {kv_axes}: key/value heads must be "
+            "split as the query heads are, or over the first of their axes only, or not at all"
+        )
     group = num_heads // num_kv_heads
     if local_heads % group and group % local_heads:
         raise ValueError(
@@ -79,4 +95,6 @@ def _local_kv_heads(
         )
     size = max(1, local_heads // group)
     first = jax.lax.axis_index(axes) * local_heads // group
+    if kv_axes:
+        first -= jax.lax.axis_index(kv_axes) * x.shape[1]
     return jax.lax.dynamic_slice_in_dim(varying(x, axes), first, size, 1)
