@@ -104,7 +104,7 @@ class Checkpoints:
         }
         try:
             with _orbax():
-                response = ocp.save_async(path, arrays)
+                response = ocp.save_async(str(path), arrays)
         except Exception as error:
             raise CheckpointError(_failure(path, error)) from error
         self._pending = self._worker.submit(self._finish, response, path, seal)
@@ -245,7 +245,7 @@ def _read(
     targets = {name: wanted.get(name, ocp.PLACEHOLDER) for name in seal["arrays"]}
     try:
         with _orbax():
-            arrays = ocp.load(path, targets)
+            arrays = ocp.load(str(path), targets)
     except Exception as error:
         return f"its arrays cannot be read: {_first_line(error)}"
     tree = jax.tree_util.tree_map_with_path(lambda p, _: arrays[_name(p)], abstract)

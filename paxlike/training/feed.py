@@ -10,6 +10,8 @@ import numpy as np
 from paxlike.config import Experiment
 from paxlike.training.step import Batch, abstract_batch
 
+_ALL = (slice(None), slice(None))
+
 
 class Feed:
     """Puts batches on the devices of the active parallelism.
@@ -25,7 +27,7 @@ class Feed:
         self._sharding = abstract["tokens"].sharding
         rows = self._shape[0]
         slices = self._sharding.addressable_devices_indices_map(self._shape).values()
-        starts, stops, _ = zip(*(s[0].indices(rows) for s in slices), strict=True)
+        starts, stops, _ = zip(*((s or _ALL)[0].indices(rows) for s in slices), strict=True)
         self._first, count = min(starts), max(stops) - min(starts)
         if rows % count or self._first % count:
             self._first, count = 0, rows
@@ -37,9 +39,10 @@ class Feed:
             return jax.device_put(batch, self._sharding)
 
         def place(rows: np.ndarray) -> jax.Array:
-            def part(index: tuple[slice, ...]) -> np.ndarray:
-                start, stop, _ = index[0].indices(self._shape[0])
-                return rows[start - self._first : stop - self._first, index[1]]
+            def part(index: tuple[slice, ...] | None) -> np.ndarray:
+                of_rows, of_tokens = index or _ALL
+                start, stop, _ = of_rows.indices(self._shape[0])
+                return rows[start - self._first : stop - self._first, of_tokens]
 
             return jax.make_array_from_callback(self._shape, self._sharding, part)
 

@@ -48,7 +48,7 @@ class Optimizer:
     """
 
     direction: optax.GradientTransformation
-    schedule: Callable[[jax.Array], jax.Array]
+    schedule: optax.Schedule
     clip_norm: float | None
 
     def gradient_scale(self, norm: jax.Array) -> jax.Array:
@@ -80,7 +80,7 @@ def build_optimizer(config: OptimizerConfig, *, num_steps: int, names: Tree) -> 
     )
 
 
-def build_schedule(config: OptimizerConfig, num_steps: int) -> Callable[[jax.Array], jax.Array]:
+def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     """Learning rate of 0-based steps: linear warm-up, then the configured shape.
 
     Warm-up step i of W has the rate peak * (i + 1) / W; the decay would reach
@@ -176,7 +176,7 @@ def _is_names(x: object) -> bool:
 
 
 def _stateless(function: Callable[[Tree, Tree], Tree]) -> optax.GradientTransformation:
-    def update(updates: Tree, state: optax.EmptyState, params: Tree = None) -> tuple[Tree, Any]:
+    def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
         return function(updates, params), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
@@ -185,7 +185,7 @@ def _stateless(function: Callable[[Tree, Tree], Tree]) -> optax.GradientTransfor
 def _per_layer(inner: optax.GradientTransformation, names: Tree) -> optax.GradientTransformation:
     """Apply a stateless transformation to each layer of a stack on its own."""
 
-    def one(update: jax.Array, param: jax.Array) -> jax.Array:
+    def one(update: Any, param: Any) -> Any:
         return inner.update(update, optax.EmptyState(), param)[0]
 
     def each(name: Names, update: jax.Array, param: jax.Array) -> jax.Array:
@@ -231,18 +231,27 @@ def _hops_to_whole_matrices(x: jax.Array, copies: Sequence[int]) -> list[Partiti
     """
     sharding = jax.typeof(x).sharding
     sizes = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_sizes, strict=True))
-    split = [e if isinstance(e, tuple) else (e,) if e else () for e in sharding.spec]
+    split = _axes(sharding.spec, x.ndim)
     hops = [sharding.spec]
     for dim in range(x.ndim):
         while dim not in copies and split[dim]:
-            *rest, axis = split[dim]
-            split[dim] = tuple(rest)
+            split[dim], axis = split[dim][:-1], split[dim][-1]
             for copy in copies:
                 if x.shape[copy] % math.prod(sizes[a] for a in (*split[copy], axis)) == 0:
                     split[copy] = (*split[copy], axis)
                     break
-            hops.append(PartitionSpec(*(axes or None for axes in split)))
+            hops.append(_spec(split))
     return hops
+
+
+def _axes(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
+    """Mesh axes of each dimension."""
+    entries = [*spec, *[None] * (ndim - len(spec))]
+    return [e if isinstance(e, tuple) else (e,) if e else () for e in entries]
+
+
+def _spec(split: Sequence[tuple[str, ...]]) -> PartitionSpec:
+    return PartitionSpec(*(axes if len(axes) > 1 else (*axes, None)[0] for axes in split))
 
 
 def newton_schulz(x: jax.Array, steps: int = 5) -> jax.Array:
@@ -277,15 +286,12 @@ def moment_spec(
     """
     if not split_over_data:
         return spec
-    entries = [*spec, *[None] * (len(shape) - len(spec))]
-    split = [e if isinstance(e, tuple) else (e,) if e else () for e in entries]
-    sizes = current().sizes
+    split, sizes = _axes(spec, len(shape)), current().sizes
     free = tuple(a for a in current().axes("act_batch") if not any(a in axes for axes in split))
     for dim, axes in enumerate(split):
         if free and shape[dim] % math.prod(sizes[a] for a in (*axes, *free)) == 0:
-            axes = (*axes, *free)
-            entries[dim] = axes if len(axes) > 1 else axes[0]
-            return PartitionSpec(*entries)
+            split[dim] = (*axes, *free)
+            return _spec(split)
     return spec
 
 

@@ -110,7 +110,7 @@ def abstract_state(model: Model, optimizer: Optimizer, experiment: Experiment) -
     if experiment.train.ema_decay is not None:
         ema = jax.tree.map(lambda x: _placed(x, x.sharding.spec, jnp.float32), moments)
 
-    def scalar(dtype: Any) -> jax.ShapeDtypeStruct:
+    def scalar(dtype: Any) -> Any:
         return _placed(jax.ShapeDtypeStruct((), dtype), PartitionSpec())
 
     return TrainState(

@@ -50,7 +50,7 @@ def build_train_step(model: Model, optimizer: Optimizer, experiment: Experiment)
         with jax.named_scope("optimizer"):
             norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
             bad = _is_bad(metrics["loss"], norm, state.guard, train.spike_factor)
-            rate = optimizer.schedule(state.step)
+            rate = jnp.asarray(optimizer.schedule(state.step))
             params, opt_state, ema = _update(
                 optimizer, experiment, state, grads, rate, optimizer.gradient_scale(norm)
             )
@@ -168,9 +168,8 @@ def _update(
     grads = jax.tree.map(lambda g: to_moments(g) * scale.astype(g.dtype), grads)
     direction, opt_state = optimizer.direction.update(grads, state.opt_state, old)
     new = jax.tree.map(lambda p, d: (p - rate * d).astype(p.dtype), old, direction)
-    ema = state.ema
-    if ema is not None:
-        decay = experiment.train.ema_decay
+    ema, decay = state.ema, experiment.train.ema_decay
+    if decay is not None:
         ema = jax.tree.map(lambda e, p: e + (1 - decay) * (p.astype(e.dtype) - e), ema, new)
     return jax.tree.map(back, new, state.params), opt_state, ema
 
