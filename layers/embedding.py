@@ -11,8 +11,28 @@ import jax.numpy as jnp
 from flax import nnx
 
 from layers.linear import weight_names
-from meshes.collectives.varying import own_slice, varying, vma
-from meshes.context import current
+from meshes.collectives.partial import Moves, enter, leave
+from meshes.context import Parallelism, current
+from meshes.rules import Axes
+
+
+def row_axes(par: Parallelism, name: str | None) -> Axes:
+    """Mesh axes over which the rows of a table are split.
+
+    Raises:
+        ValueError: one of them splits tokens too: its devices hold different tokens, and the sum
+            over the rows that each finds would mix them.
+    """
+    axes = par.axes(name)
+    for tokens in ("act_batch", "act_seq"):
+        shared = [axis for axis in par.axes(tokens) if axis in axes]
+        if shared:
+            raise ValueError(
+                f"rules {name!r} and {tokens!r} both map to the mesh axis {shared[0]!r}, but the "
+                "devices that share a vocabulary must hold the same tokens; map 'embed' to "
+                f"{shared[0]!r} in place of {name!r}"
+            )
+    return axes
 
 
 def lookup(table: nnx.Param, ids_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -26,34 +46,35 @@ def lookup(table: nnx.Param, ids_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
     Returns:
         [B, T, D], laid out as (act_batch, act_residual_seq, act_embed).
+
+    Raises:
+        ValueError: the rules split the rows over axes that split tokens.
     """
     par = current()
     rows, columns = weight_names(table)
     ids = par.spec(("act_batch", "act_seq"), ids_BT.shape, "tokens")
-    result = par.spec(("act_batch", "act_residual_seq", "act_embed"))
-    row_axes = par.axes(rows)
+    residual = par.spec(("act_batch", "act_residual_seq", "act_embed"))
+    split_rows = row_axes(par, rows)
     scattered = tuple(a for a in par.axes("act_residual_seq") if a not in par.axes("act_seq"))
+    of_table = Moves(
+        gathers=tuple((axis, 1) for axis in reversed(par.axes(columns))),
+        sums=par.axes_of(("act_batch", "act_seq")),
+    )
+    of_result = Moves(
+        gathers=tuple((axis, 1) for axis in reversed(scattered)),
+        sums=split_rows,
+        reduce=jnp.dtype(dtype).name,
+    )
 
     def local(table: jax.Array, ids: jax.Array) -> jax.Array:
-        # Varying before the gather, so that its transpose scatters before it sums over data.
-        table = varying(table.astype(dtype), vma(ids))
-        for axis in reversed(par.axes(columns)):
-            to = "varying" if axis in vma(ids) else "invarying"
-            table = jax.lax.all_gather(table, axis, axis=1, tiled=True, to=to)
-        if row_axes:
-            first = jax.lax.axis_index(row_axes) * table.shape[0]
-            mine = (ids >= first) & (ids < first + table.shape[0])
-            local_ids = jnp.where(mine, ids - first, 0)
-            x = jnp.where(mine[..., None], jnp.take(table, local_ids, axis=0, mode="clip"), 0)
-        else:
-            x = jnp.take(table, ids, axis=0, mode="clip")
-        for axis in scattered:
-            if axis in row_axes:
-                x = jax.lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True)
-            else:
-                x = own_slice(x, axis, 1)
-        summed = tuple(axis for axis in row_axes if axis not in scattered)
-        return jax.lax.psum(x, summed) if summed else x
+        table = enter(of_table, table.astype(dtype))
+        if not split_rows:
+            return leave(of_result, jnp.take(table, ids, axis=0, mode="clip"), dtype)
+        first = jax.lax.axis_index(split_rows) * table.shape[0]
+        mine = (ids >= first) & (ids < first + table.shape[0])
+        found = jnp.take(table, jnp.where(mine, ids - first, 0), axis=0, mode="clip")
+        return leave(of_result, jnp.where(mine[..., None], found, 0), dtype)
 
-    table_spec = par.spec(weight_names(table), table[...].shape, "embedding")
-    return jax.shard_map(local, in_specs=(table_spec, ids), out_specs=result)(table[...], ids_BT)
+    whole = table[...]
+    table_spec = par.spec(weight_names(table), whole.shape, "embedding")
+    return jax.shard_map(local, in_specs=(table_spec, ids), out_specs=residual)(whole, ids_BT)

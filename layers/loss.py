@@ -17,7 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from meshes.collectives.varying import own_slice, varying, vma
+from layers.embedding import row_axes
+from meshes.collectives.partial import Moves
+from meshes.collectives.varying import varying, vma
 from meshes.context import current
 
 
@@ -89,47 +91,45 @@ def _run(head: Head, x_BTD, weight, targets_BT, loss_weights_BT, *, with_gradien
     x_spec = par.spec(("act_batch", "act_residual_seq", "act_embed"), x_BTD.shape, "hidden")
     token_spec = par.spec(("act_batch", "act_seq"), targets_BT.shape, "targets")
     weight_spec = par.spec(head.names, weight.shape, "head")
-    token_axes = tuple(dict.fromkeys(par.axes("act_batch") + par.axes("act_seq")))
-    specs = (PartitionSpec(),) * 3
+    sequence = [a for a in par.axes("act_residual_seq") if a not in par.axes("act_seq")]
+    embed_dim = head.names.index("embed")
+    sums = (PartitionSpec(),) * 3
     local = functools.partial(
         _local,
         head,
-        vocab_axes=par.axes("vocab"),
-        embed_axes=par.axes("embed"),
-        token_axes=token_axes,
-        sequence_axes=tuple(
-            a for a in par.axes("act_residual_seq") if a not in par.axes("act_seq")
+        of_x=Moves(
+            gathers=tuple((axis, 1) for axis in reversed(sequence)),
+            sums=row_axes(par, "vocab"),
+            reduce=head.reduce,
+        ),
+        of_weight=Moves(
+            gathers=tuple((axis, embed_dim) for axis in reversed(par.axes("embed"))),
+            sums=par.axes_of(("act_batch", "act_seq")),
+            reduce=head.reduce,
         ),
         with_gradient=with_gradient,
     )
     return jax.shard_map(
         local,
         in_specs=(x_spec, weight_spec, token_spec, token_spec),
-        out_specs=(specs, (x_spec, weight_spec)) if with_gradient else (specs, None),
+        out_specs=(sums, (x_spec, weight_spec)) if with_gradient else (sums, None),
     )(x_BTD, weight, targets_BT, loss_weights_BT)
 
 
 def _local(
-    head: Head, x_BTD, weight, targets, weights,
-    *, vocab_axes, embed_axes, token_axes, sequence_axes, with_gradient,
-):  # fmt: skip
+    head: Head, x_BTD, weight, targets, weights, *, of_x: Moves, of_weight: Moves, with_gradient
+):
     """The loss of this device's tokens over its part of the vocabulary, then the reductions."""
-    v_dim, d_dim = (1, 0) if head.names[0] == "embed" else (0, 1)
-    w = weight.astype(x_BTD.dtype)
-    for axis in reversed(embed_axes):
-        to = "varying" if axis in token_axes else "invarying"
-        w = jax.lax.all_gather(w, axis, axis=d_dim, tiled=True, to=to)
-    for axis in reversed(sequence_axes):
-        to = "varying" if axis in vocab_axes else "invarying"
-        x_BTD = jax.lax.all_gather(x_BTD, axis, axis=1, tiled=True, to=to)
-    shape = x_BTD.shape
-    x_td = x_BTD.reshape((-1, shape[-1]))
+    vocab_axes, token_axes = of_x.sums, of_weight.sums
+    w = of_weight.whole(weight.astype(x_BTD.dtype))
+    x = of_x.whole(x_BTD)
+    x_td = x.reshape((-1, x.shape[-1]))
     targets, weights = targets.reshape((-1,)), weights.reshape((-1,))
     if vocab_axes:
-        targets = targets - jax.lax.axis_index(vocab_axes) * w.shape[v_dim]
+        first = jax.lax.axis_index(vocab_axes) * w.shape[head.names.index("vocab")]
+        targets = targets - first
     chunk = functools.partial(_chunk, head, vocab_axes=vocab_axes, with_gradient=with_gradient)
-    rows = x_td.shape[0]
-    if not head.chunk or head.chunk >= rows:
+    if not head.chunk or head.chunk >= x_td.shape[0]:
         sums, dx, dw = chunk(x_td, w, targets, weights)
     else:
         sums, dx, dw = _scan_chunks(head, chunk, x_td, w, targets, weights, vocab_axes=vocab_axes)
@@ -137,23 +137,8 @@ def _local(
     sums = jax.lax.psum(sums, token_axes) if token_axes else sums
     if not with_gradient:
         return sums, None
-    dx = dx.reshape(shape).astype(head.reduce)
-    for axis in sequence_axes:
-        if axis in vocab_axes:
-            dx = jax.lax.psum_scatter(dx, axis, scatter_dimension=1, tiled=True)
-        else:
-            dx = own_slice(dx, axis, 1)
-    summed = tuple(axis for axis in vocab_axes if axis not in sequence_axes)
-    dx = (jax.lax.psum(dx, summed) if summed else dx).astype(x_BTD.dtype)
-    dw = dw.astype(head.reduce)
-    for axis in embed_axes:
-        if axis in token_axes:
-            dw = jax.lax.psum_scatter(dw, axis, scatter_dimension=d_dim, tiled=True)
-        else:
-            dw = own_slice(dw, axis, d_dim)
-    summed = tuple(axis for axis in token_axes if axis not in embed_axes)
-    dw = jax.lax.psum(dw, summed) if summed else dw
-    return sums, (dx, dw.astype(weight.dtype))
+    dx = of_x.home(dx.reshape(x.shape)).astype(x_BTD.dtype)
+    return sums, (dx, of_weight.home(dw).astype(weight.dtype))
 
 
 def _scan_chunks(head: Head, chunk, x_td, w, targets, weights, *, vocab_axes):
