@@ -5,16 +5,18 @@ devices may exist for compilation only (`meshes.targets`). What comes back is wh
 of it: the scheduled program and the memory that a device needs.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
 
 from meshes.context import current
 from paxlike.config import Experiment
@@ -24,7 +26,11 @@ from paxlike.training.step import abstract_batch, build_train_step
 
 Step = Literal["train", "prefill", "decode"]
 
-_HBM = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
+# The two ways in which the TPU compiler says so; "temporaries" means arguments and results too.
+_SIZE = r"([\d.]+)([KMGT]?)"
+_TOO_LARGE = re.compile(
+    rf"Used {_SIZE} of {_SIZE} hbm|\({_SIZE}\) exceeds available HBM \({_SIZE}\)"
+)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -119,8 +125,13 @@ def _integers(shape: tuple[int, ...], *names: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
 
 
-def compile_step(given: Inputs) -> Program:
+def compile_step(given: Inputs, *, cached: bool = True) -> Program:
     """Compile a step for the devices of the active mesh.
+
+    Args:
+        given: from `inputs`.
+        cached: take the program from JAX's compilation cache if it is there. For compile-only
+            devices this must be False: JAX writes their programs, and then cannot read them.
 
     Raises:
         DoesNotFitError: the compiler checks the device's memory, and it does not suffice.
@@ -130,12 +141,13 @@ def compile_step(given: Inputs) -> Program:
     lowered = given.step.lower(*given.arguments)
     traced = time.perf_counter()
     try:
-        compiled = lowered.compile()
+        with contextlib.nullcontext() if cached else _without_cache():
+            compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         message = str(error)
-        found = _HBM.search(message)
+        found = _TOO_LARGE.search(message)
         if "RESOURCE_EXHAUSTED" in message and found:
-            needed, unit, available, other_unit = found.groups()
+            needed, unit, available, other_unit = (x for x in found.groups() if x is not None)
             raise DoesNotFitError(
                 int(float(needed) * _UNITS[unit]),
                 int(float(available) * _UNITS[other_unit]),
@@ -149,6 +161,18 @@ def compile_step(given: Inputs) -> Program:
         trace_seconds=traced - start,
         compile_seconds=done - traced,
     )
+
+
+@contextlib.contextmanager
+def _without_cache() -> Iterator[None]:
+    enabled = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it remembers whether it is used
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
 
 
 def argument_bytes(given: Inputs) -> dict[str, int]:

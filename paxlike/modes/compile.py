@@ -67,7 +67,7 @@ def compile_(
     with runtime(experiment, devices, rules) as active:
         given = inputs(experiment, Model(experiment.model), step)
         try:
-            program = compile_step(given)
+            program = compile_step(given, cached=place is None or place.hardware is None)
         except DoesNotFitError as error:
             report = _too_large(experiment, step, place, given, error)
         except XlaError as error:
