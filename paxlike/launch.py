@@ -17,11 +17,13 @@ from paxlike.errors import foreign_character
 
 _FORCE = "--xla_force_host_platform_device_count"
 
-# Keep libtpu from asking a metadata server that only Google's machines have.
+# Keep libtpu from asking a metadata server that only Google's machines have, and from being one
+# process's alone, as it must be where there is a TPU.
 COMPILE_ONLY_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
 
