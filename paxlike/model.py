@@ -3,7 +3,6 @@
 The NNX graph is split once; what moves through jit is the plain state of parameters.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -15,6 +14,8 @@ from layers.config import ModelConfig
 from layers.decoder import Decoder
 from layers.tokens import Cache
 from meshes.context import current
+from paxlike.config import Experiment
+from paxlike.describe import check_promise
 
 Params = Any
 Batch = dict[str, jax.Array]
@@ -105,14 +106,21 @@ class Model:
         return jax.reshard(logits, current().spec(("act_batch", None))), cache
 
 
+def build_model(experiment: Experiment) -> Model:
+    """Make the experiment's model under the active parallelism, its strategy's promise checked.
+
+    Raises:
+        ValueError: the rules cannot lay the parameters out, or a preset that claims to split them
+            leaves more than 2 % of their bytes whole.
+    """
+    model = Model(experiment.model)
+    if isinstance(experiment.parallel.rules, str):
+        check_promise(model.abstract(), experiment.parallel.rules)
+    return model
+
+
 def mean_metrics(sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Turn sums over tokens into means; `weights` stays."""
     weights = jnp.maximum(sums["weights"], 1)
     means = {name: value / weights for name, value in sums.items() if name != "weights"}
     return {**means, "weights": sums["weights"]}
-
-
-@functools.cache
-def batch_keys() -> tuple[str, ...]:
-    """Names of the arrays of a batch."""
-    return ("tokens", "targets", "segment_ids", "positions", "loss_weights")

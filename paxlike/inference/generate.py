@@ -1,4 +1,4 @@
-"""Generation with a key/value cache: one compiled prefill, one compiled step, any number of prompts.
+"""Generation with a key/value cache: one compiled prefill, one compiled step, many prompts.
 
 Rows are independent, so every axis that splits batch or sequence holds different rows
 (`meshes.presets.for_generation`); the tensor axis splits heads as in training. The host reads a

@@ -12,7 +12,7 @@ from paxlike.checkpoint import load_params
 from paxlike.config import Experiment
 from paxlike.data.corpus import make_tokenizer
 from paxlike.inference.generate import generate as generate_tokens
-from paxlike.model import Model, Params
+from paxlike.model import Model, Params, build_model
 from paxlike.report import Measured, Report
 from paxlike.runtime import here, runtime
 
@@ -30,7 +30,7 @@ def generate(experiment: Experiment, workdir: Path, *, prompt: str | None = None
     """
     rules = for_generation(experiment.parallel.rule_table)
     with runtime(experiment, rules=rules):
-        model = Model(experiment.model)
+        model = build_model(experiment)
         _, params = load_params(workdir / "checkpoints", model.abstract())
         text, measured = complete(
             experiment, model, params, prompt or experiment.inference.prompt, stream=True

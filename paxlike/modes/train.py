@@ -5,7 +5,9 @@ from pathlib import Path
 import jax
 
 from paxlike.config import Experiment
-from paxlike.model import Model
+from paxlike.describe import describe
+from paxlike.model import build_model
+from paxlike.modes.closing import Closing, close
 from paxlike.report import Measured, Report, Spread
 from paxlike.runtime import runtime
 from paxlike.training.loop import Outcome, Profile, run
@@ -43,7 +45,10 @@ def train(
         )
     workdir.mkdir(parents=True, exist_ok=True)
     with runtime(experiment):
-        outcome = run(Model(experiment.model), experiment, workdir, quiet=quiet, profile=profile)
+        model = build_model(experiment)
+        if not quiet and jax.process_index() == 0:
+            print(describe(model.abstract()), flush=True)
+        outcome = run(model, experiment, workdir, quiet=quiet, profile=profile)
     if outcome.interrupted and not quiet and jax.process_index() == 0:
         print(
             f"stopped by {outcome.interrupted} after step {outcome.step} of "
@@ -51,10 +56,13 @@ def train(
             "the same command again to go on",
             flush=True,
         )
-    return _report(experiment, outcome)
+    closing = None
+    if not quiet and not outcome.interrupted:
+        closing = close(experiment, outcome, workdir)
+    return _report(experiment, outcome, closing)
 
 
-def _report(experiment: Experiment, outcome: Outcome) -> Report:
+def _report(experiment: Experiment, outcome: Outcome, closing: Closing | None) -> Report:
     measured = None
     if outcome.step_seconds:
         spread = Spread.of(outcome.step_seconds)
@@ -71,6 +79,9 @@ def _report(experiment: Experiment, outcome: Outcome) -> Report:
         mode="train",
         target=f"{jax.default_backend()}:{jax.device_count()}",
         measured=measured,
-        results=results | {"compile_seconds": outcome.compile_seconds, "data": outcome.data},
+        results=results
+        | {"compile_seconds": outcome.compile_seconds, "data": outcome.data}
+        | (closing.results if closing else {}),
         notes=notes,
+        plots=closing.plots if closing else (),
     )
