@@ -102,29 +102,41 @@ def _compile_only(target: Target) -> tuple[Any, ...]:
     hardware = target.hardware
     assert hardware is not None
     _check_plugin(target.text, hardware)
-    arguments: dict[str, Any]
-    if hardware.kind == "tpu":
-        sizes = "x".join(str(size) for size in target.topology)
-        arguments = {"platform": "tpu", "topology_name": f"{hardware.name}:{sizes}"}
-        if target.num_slices > 1:
-            arguments["num_slices"] = target.num_slices
-        if hardware.name == "v4":  # otherwise the two cores of a chip are two devices
-            arguments["chip_config_name"] = "megacore"
-        if math.prod(target.topology) < 4:  # hosts of fewer than the usual 2x2 chips
-            arguments["chips_per_host_bounds"] = (*target.topology, 1)[:3]
-    else:
-        arguments = {
-            "platform": "cuda",
-            "topology_name": "",
-            "target_config": target_config(CATALOGUE[hardware.compiled_as or hardware.name]),
-            "topology": "x".join(str(size) for size in (1, *target.topology)),
-        }
+    arguments = (_tpu_arguments if hardware.kind == "tpu" else _gpu_arguments)(target, hardware)
     try:
         return tuple(topologies.get_topology_desc(**arguments).devices)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(
             f"target is {target.text!r}, which {hardware.title}'s compiler does not know: {error}"
         ) from error
+
+
+def _tpu_arguments(target: Target, hardware: Hardware) -> dict[str, Any]:
+    assert hardware.torus is not None
+    sizes = "x".join(str(size) for size in target.topology)
+    place = (*target.topology, 1)[:3]
+    arguments: dict[str, Any] = {
+        "platform": "tpu",
+        "topology_name": f"{hardware.name}:{sizes}",
+        # Left out, a 3-D torus is compiled for as if no axis were closed.
+        "wrap": tuple(hardware.torus.wraps(size) for size in place),
+    }
+    if target.num_slices > 1:
+        arguments["num_slices"] = target.num_slices
+    if hardware.name == "v4":  # otherwise the two cores of a chip are two devices
+        arguments["chip_config_name"] = "megacore"
+    if math.prod(place) < 4:  # hosts of fewer than the usual 2x2 chips
+        arguments["chips_per_host_bounds"] = place
+    return arguments
+
+
+def _gpu_arguments(target: Target, hardware: Hardware) -> dict[str, Any]:
+    return {
+        "platform": "cuda",
+        "topology_name": "",
+        "target_config": target_config(CATALOGUE[hardware.compiled_as or hardware.name]),
+        "topology": "x".join(str(size) for size in (1, *target.topology)),
+    }
 
 
 def target_config(hardware: Hardware) -> str:
