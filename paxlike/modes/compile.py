@@ -1,7 +1,8 @@
 """`--mode=compile`: what a step needs and does on hardware that need not be there.
 
-Lowers and compiles one step for a target, from shapes alone, and reports the memory of a device
-against its capacity, the collectives by mesh axis and scope, and the FLOPs.
+Shows where each parameter lies, lowers and compiles one step for a target, from shapes alone, and
+reports the memory of a device against its capacity, the collectives by mesh axis and scope, and the
+FLOPs. The table of parameters is also in `sharding.txt`.
 """
 
 from pathlib import Path
@@ -24,7 +25,8 @@ from paxlike.compilation import (
     inputs,
 )
 from paxlike.config import Experiment
-from paxlike.model import Model
+from paxlike.describe import describe
+from paxlike.model import build_model
 from paxlike.report import Compute, Fits, Memory, Report
 from paxlike.runtime import here, runtime
 
@@ -65,7 +67,12 @@ def compile_(
     devices = None if place is None else targets.devices(place)
     rules = None if step == "train" else for_generation(experiment.parallel.rule_table)
     with runtime(experiment, devices, rules) as active:
-        given = inputs(experiment, Model(experiment.model), step)
+        model = build_model(experiment)
+        sharding = describe(model.abstract())
+        (workdir / "sharding.txt").write_text(f"{sharding}\n")
+        if not quiet:
+            print(sharding, flush=True)
+        given = inputs(experiment, model, step)
         try:
             program = compile_step(given, cached=place is None or place.hardware is None)
         except DoesNotFitError as error:

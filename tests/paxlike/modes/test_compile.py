@@ -160,7 +160,9 @@ def test_from_the_command_line(tmp_path, capsys, monkeypatch):
          f"--workdir={tmp_path}", *overrides]
     )  # fmt: skip
     assert code == 0, capsys.readouterr().err
-    assert "kv cache" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "kv cache" in out
+    assert (tmp_path / "sharding.txt").read_text() in out
     data = json.loads((tmp_path / "report.json").read_text())
     assert data["target"] == "cpu:8" and data["results"]["step"] == "decode"
     assert Report.read(tmp_path).memory.per_device_bytes == data["memory"]["per_device_bytes"]
