@@ -33,6 +33,11 @@ class Schemes:
     loss_chunk: int = 0
 
 
+# Results of matrix products with weights. JAX's own policy for dots sees none of them, because they
+# are made inside shard_map and custom gradients.
+PRODUCTS = ("query", "key", "value", "attention_out", "mlp_gate", "mlp_up", "mlp_out")
+
+
 def active() -> Schemes:
     """Return the schemes of the active parallelism; the defaults, if it names none."""
     schemes = current().schemes
@@ -47,8 +52,8 @@ def rematerialise(
     Args:
         function: the layer.
         policy: `none` keeps what the backward pass reads; `full` only the layer's input; `dots`
-            the results of matrix products with weights; `named:a,b` the activations tagged with
-            these names; `offload:a,b` the same, in host memory.
+            the results of matrix products with weights (`PRODUCTS`); `named:a,b` the activations
+            tagged with these names; `offload:a,b` the same, in host memory.
         in_scan: the layer is a loop's body, where no common-subexpression barrier is needed.
 
     Raises:
@@ -62,7 +67,7 @@ def rematerialise(
     if kind == "full":
         keep = policies.nothing_saveable
     elif kind == "dots":
-        keep = policies.dots_with_no_batch_dims_saveable
+        keep = policies.save_only_these_names(*PRODUCTS)
     elif kind == "named":
         keep = policies.save_only_these_names(*names)
     elif kind == "offload":
