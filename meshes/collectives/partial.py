@@ -8,7 +8,6 @@ reduce-scatter (G-1)/G X each, all-reduce 2(G-1)/G X.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -41,9 +40,8 @@ class Moves:
         return x
 
     def home(self, partial: jax.Array) -> jax.Array:
-        """Sum partial results and keep the own shard; scatter first, so that less is left to sum."""
-        if self.sums:
-            partial = partial.astype(self.reduce)
+        """Sum partial results and keep the own shard; scatter first, which leaves less to sum."""
+        partial = partial.astype(self.reduce) if self.sums else partial
         for axis, dim in reversed(self.gathers):
             if axis in self.sums:
                 partial = jax.lax.psum_scatter(partial, axis, scatter_dimension=dim, tiled=True)
@@ -54,7 +52,6 @@ class Moves:
         return jax.lax.psum(partial, rest) if rest else partial
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def enter(moves: Moves, x: jax.Array) -> jax.Array:
     """Make a value whole; its gradient is summed and brought home.
 
@@ -65,42 +62,34 @@ def enter(moves: Moves, x: jax.Array) -> jax.Array:
     Returns:
         The whole value, in x's dtype.
     """
-    return moves.whole(x)
+    return _enter(moves, x)
 
 
-def _enter_forward(moves: Moves, x: jax.Array):
-    return moves.whole(x), None
+_enter = jax.custom_vjp(lambda moves, x: moves.whole(x), nondiff_argnums=(0,))
+_enter.defvjp(
+    lambda moves, x: (moves.whole(x), None),
+    lambda moves, _, cotangent: (moves.home(cotangent).astype(cotangent.dtype),),
+)
 
 
-def _enter_backward(moves: Moves, _, cotangent: jax.Array):
-    return (moves.home(cotangent).astype(cotangent.dtype),)
-
-
-enter.defvjp(_enter_forward, _enter_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def leave(moves: Moves, dtype: jnp.dtype, partial: jax.Array) -> jax.Array:
+def leave(moves: Moves, partial: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Sum partial results and keep the own shard; the gradient is made whole.
 
     Args:
         moves: how the result is split and over which axes it is summed.
-        dtype: of the result.
-        partial: this device's contribution, in the `reduce` dtype.
+        partial: this device's contribution.
+        dtype: of the result, and of the gradient on the wire.
 
     Returns:
         The local shard of the sum.
     """
-    return moves.home(partial).astype(dtype)
+    return _leave(moves, dtype, partial.astype(moves.reduce))
 
 
-def _leave_forward(moves: Moves, dtype: jnp.dtype, partial: jax.Array):
-    return leave(moves, dtype, partial), None
-
-
-def _leave_backward(moves: Moves, dtype: jnp.dtype, _, cotangent: jax.Array):
-    del dtype
-    return (moves.whole(cotangent).astype(moves.reduce),)
-
-
-leave.defvjp(_leave_forward, _leave_backward)
+_leave = jax.custom_vjp(
+    lambda moves, dtype, partial: moves.home(partial).astype(dtype), nondiff_argnums=(0, 1)
+)
+_leave.defvjp(
+    lambda moves, dtype, partial: (moves.home(partial).astype(dtype), None),
+    lambda moves, dtype, _, cotangent: (moves.whole(cotangent).astype(moves.reduce),),
+)
