@@ -66,6 +66,7 @@ def test_arguments_are_what_training_allocates(train):
     assert memory["optimizer"] == held_by_one_device(others)
     assert memory["batch"] == 5 * 4 * 2 * 64  # five arrays of 4 bytes, 2 of 8 rows, 64 tokens
     assert memory["temporaries"] > 0
+    assert memory["outputs"] < 1000  # the metrics: the new state takes the place of the old one
     assert memory["total"] == sum(memory.values()) - memory["total"]
     assert (train.memory.capacity_bytes, train.memory.fits) == (None, None)
 
