@@ -60,8 +60,9 @@ def evaluate(
     for batch in batches:
         if interrupted():
             return None
+        fed = feed(batch)
         with jax.transfer_guard("disallow"):
-            newest = eval_step(params, feed(batch))
+            newest = eval_step(params, fed)
         # Read one batch behind, so that the devices always have the next.
         if pending is not None:
             sums = jax.device_get(pending)

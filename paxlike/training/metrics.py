@@ -25,8 +25,10 @@ class MetricLog:
 
     def __init__(self, workdir: pathlib.Path, step: int) -> None:
         self._writes = jax.process_index() == 0
-        self._rows = _keep_rows(workdir / FILE, step) if self._writes else []
+        # All processes must know what was evaluated, or some would evaluate alone.
+        self._rows = _rows_until(workdir / FILE, step)
         if self._writes:
+            _rewrite(workdir / FILE, self._rows)
             from tensorboardX import SummaryWriter
 
             self._file = (workdir / FILE).open("a")
@@ -70,21 +72,23 @@ def read_metrics(workdir: pathlib.Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (workdir / FILE).read_text().splitlines()]
 
 
-def _keep_rows(path: pathlib.Path, step: int) -> list[dict[str, float]]:
-    """Drop rows beyond a step, and what a kill left of a half-written line."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+def _rows_until(path: pathlib.Path, step: int) -> list[dict[str, float]]:
+    """Rows up to a step, less what a kill left of a half-written line."""
     rows = []
-    for line in lines:
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
         try:
             row = json.loads(line)
         except ValueError:
             break
         if line.endswith("\n") and row["step"] <= step:
             rows.append(row)
+    return rows
+
+
+def _rewrite(path: pathlib.Path, rows: list[dict[str, float]]) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
     temporary.replace(path)
-    return rows
 
 
 class StepClock:

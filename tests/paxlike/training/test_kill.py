@@ -4,6 +4,7 @@ import os
 import pathlib
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,19 +15,20 @@ from paxlike.training.metrics import FILE, read_metrics
 
 ROOT = pathlib.Path(__file__).parents[3]
 KILLS, STEPS = 20, 400
+MIXED = "data=2,fsdp=2,tensor=2"
 TIMING = ("step_seconds", "tokens_per_second")
 
 
-def launch(workdir, cache, steps=STEPS):
+def launch(workdir, cache, steps=STEPS, *, axes="fsdp=2", devices=2, cluster=()):
     environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "PYTHONPATH": str(ROOT),
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     script = pathlib.Path(__file__).with_name("run_tiny.py")
     return subprocess.Popen(
-        [sys.executable, str(script), str(workdir), str(steps)],
+        [sys.executable, str(script), str(workdir), str(steps), axes, *cluster],
         env=environment,
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -105,3 +107,32 @@ def test_preemption_signal_saves_and_says_how_to_go_on(tmp_path):
     finish(launch(tmp_path / "run", tmp_path / "cache", steps=100))
     finish(launch(tmp_path / "whole", tmp_path / "cache", steps=100))
     assert rows(tmp_path / "run") == rows(tmp_path / "whole")
+
+
+def launch_two(workdir, cache, steps):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    return [
+        launch(workdir, cache, steps, axes=MIXED, devices=4, cluster=(address, "2", str(i)))
+        for i in range(2)
+    ]
+
+
+@pytest.mark.slow
+def test_two_processes_stop_together_and_equal_one(tmp_path):
+    run, steps = tmp_path / "run", 40
+    processes = launch_two(run, tmp_path / "cache", steps)
+    wait_for_rows(processes[0], run, 12)
+    processes[1].send_signal(signal.SIGTERM)  # to one of them only
+    outs = [finish(process) for process in processes]
+    assert "stopped by SIGTERM after step" in outs[0] and "stopped" not in outs[1]
+    assert rows(run)[-1]["step"] < steps
+    for process in launch_two(run, tmp_path / "cache", steps):
+        finish(process)
+    finish(launch(tmp_path / "one", tmp_path / "cache", steps, axes=MIXED, devices=8))
+    assert [r["step"] for r in rows(run)] == [r["step"] for r in rows(tmp_path / "one")]
+    for two, one in zip(rows(run), rows(tmp_path / "one"), strict=True):
+        for name in two.keys() & {"loss", "eval_loss"}:
+            # Gloo and shared memory add in another order.
+            assert two[name] == pytest.approx(one[name], rel=1e-5), two
