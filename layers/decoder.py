@@ -21,6 +21,7 @@ from layers.loss import Head, cross_entropy
 from layers.moe import MoE
 from layers.norm import Norm
 from layers.tokens import Cache, Tokens
+from meshes.context import current
 
 RESIDUAL = ("act_batch", "act_residual_seq", "act_embed")
 
@@ -85,6 +86,7 @@ class Decoder(nnx.Module):
                    what="position_embedding")
             if config.position == "learned" else None
         )  # fmt: skip
+        current().spec(("layers",), (config.num_layers,), "model.num_layers")
         keys = jax.random.split(rngs.params(), config.num_layers)
         self.layers = nnx.vmap(
             lambda key: Block(config, rngs=nnx.Rngs(params=key)),

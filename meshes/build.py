@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from meshes.axes import MeshShape
+from meshes.axes import FILL, MeshShape
 
 
 def build_mesh(
@@ -45,6 +45,11 @@ def build_mesh(
     types = (AxisType.Explicit,) * len(shape.axis_names)
     split_torus |= devices[0].device_kind == "TPU v5 lite"
     slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if dcn is not None and FILL in dcn.sizes.values():
+        raise ValueError(
+            f"parallel.dcn_mesh {_wide(dcn)} leaves an axis open; say how many slices or hosts it "
+            "spans"
+        )
     if dcn is None or dcn.num_devices == 1:
         if slices > 1:
             raise ValueError(
