@@ -135,7 +135,7 @@ def compile_step(given: Inputs, *, cached: bool = True) -> Program:
 
     Raises:
         DoesNotFitError: the compiler checks the device's memory, and it does not suffice.
-        XlaError: the compiler failed.
+        XlaError: the compiler failed, or is of another version than JAX.
     """
     start = time.perf_counter()
     lowered = given.step.lower(*given.arguments)
@@ -155,8 +155,15 @@ def compile_step(given: Inputs, *, cached: bool = True) -> Program:
             ) from error
         raise XlaError(message) from error
     done = time.perf_counter()
+    try:
+        text = compiled.as_text()
+    except jax.errors.JaxRuntimeError as error:
+        raise XlaError(
+            "jaxlib cannot read the program that the compiler's plugin made; install the plugin's "
+            f"version that belongs to this jax ({jax.__version__}). {error}"
+        ) from error
     return Program(
-        text=compiled.as_text(),
+        text=text,
         memory=_memory(given, compiled.memory_analysis()),
         trace_seconds=traced - start,
         compile_seconds=done - traced,

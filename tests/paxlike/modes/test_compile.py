@@ -148,6 +148,15 @@ def test_what_xla_says_is_kept(monkeypatch, tmp_path):
     assert (tmp_path / "xla_error.txt").read_text().count("detail") == 1000
 
 
+def test_a_compiler_of_another_version_is_named(monkeypatch, tmp_path):
+    def fail(self):
+        raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure: async-update")
+
+    monkeypatch.setattr(jax.stages.Compiled, "as_text", fail)
+    with pytest.raises(ValueError, match="version that belongs to this jax"):
+        compile_(FSDP_TP, tmp_path, target="cpu:8", step="decode", quiet=True)
+
+
 def test_an_unknown_step(tmp_path):
     with pytest.raises(ValueError, match="step is 'backward'; expected one of train, prefill"):
         compile_(FSDP_TP, tmp_path, step="backward")
