@@ -5,6 +5,7 @@ reports the memory of a device against its capacity, the collectives by mesh axi
 FLOPs. The table of parameters is also in `sharding.txt`.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from meshes import targets
@@ -117,7 +118,7 @@ def _report(
     )
 
 
-def _verdict(per_device_bytes: dict[str, int], hardware: Hardware | None) -> Memory:
+def _verdict(per_device_bytes: Mapping[str, int], hardware: Hardware | None) -> Memory:
     if hardware is None:
         return Memory(per_device_bytes=per_device_bytes)
     fraction = per_device_bytes["total"] / hardware.hbm_bytes
