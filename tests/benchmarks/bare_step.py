@@ -1,0 +1,135 @@
+"""The yardstick: the same small training step in plain JAX, by hand, in one file.
+
+A Llama-shaped decoder (RMSNorm, RoPE, causal attention, SwiGLU, untied head) in float32 with AdamW:
+no framework, no flax. Layers are stacked and scanned, the state is donated, and over a mesh the
+arrays carry shardings while XLA finds the collectives.
+
+    python -m tests.benchmarks.bare_step --devices=8 --layout=fsdp
+"""
+
+import argparse
+import math
+import os
+import statistics
+import time
+
+LAYERS, EMBED, HEADS, HEAD_DIM, MLP, VOCAB = 4, 256, 8, 32, 1024, 4096
+BATCH, LENGTH = 16, 256
+LEARNING_RATE = 3e-4
+
+
+def build(layout: str, devices: int, layers: int = LAYERS, embed: int = EMBED, heads: int = HEADS,
+          mlp: int = MLP, vocab: int = VOCAB, batch: int = BATCH, length: int = LENGTH):  # fmt: skip
+    """Return (step, state, batch): `state, loss = step(state, batch)`, compiled and donating."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    mesh = jax.make_mesh((devices,), ("x",), axis_types=(AxisType.Auto,),
+                         devices=jax.devices()[:devices])  # fmt: skip
+    by_embed = "x" if layout == "fsdp" else None
+    head_dim = embed // heads
+    shapes = {  # name: (shape, layout)
+        "embedding": ((vocab, embed), P(None, by_embed)),
+        "query": ((layers, embed, heads, head_dim), P(None, by_embed)),
+        "key": ((layers, embed, heads, head_dim), P(None, by_embed)),
+        "value": ((layers, embed, heads, head_dim), P(None, by_embed)),
+        "out": ((layers, heads, head_dim, embed), P(None, None, None, by_embed)),
+        "gate": ((layers, embed, mlp), P(None, by_embed)),
+        "up": ((layers, embed, mlp), P(None, by_embed)),
+        "down": ((layers, mlp, embed), P(None, None, by_embed)),
+        "norms": ((layers, 2, embed), P()),
+        "final_norm": ((embed,), P()),
+        "head": ((embed, vocab), P(by_embed)),
+    }
+    by_batch = NamedSharding(mesh, P("x"))
+
+    def init():
+        keys = jax.random.split(jax.random.key(0), len(shapes))
+        return {
+            name: jnp.ones(shape) if "norm" in name else 0.02 * jax.random.normal(key, shape)
+            for key, (name, (shape, _)) in zip(keys, shapes.items(), strict=True)
+        }
+
+    def norm(x, scale):
+        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * scale
+
+    angles = np.arange(length)[:, None] * 10_000.0 ** (-np.arange(0, head_dim, 2) / head_dim)
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    causal = np.tril(np.ones((length, length), bool))
+
+    def rope(x):
+        a, b = jnp.split(x, 2, -1)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def layer(x, w):
+        h = norm(x, w["norms"][0])
+        q, k, v = (jnp.einsum("btd,dnh->bnth", h, w[name]) for name in ("query", "key", "value"))
+        scores = jnp.einsum("bnth,bnsh->bnts", rope(q), rope(k)) / math.sqrt(head_dim)
+        weights = jax.nn.softmax(jnp.where(causal, scores, -1e30), -1)
+        context = jnp.einsum("bnts,bnsh->bnth", weights, v)
+        x = x + jnp.einsum("bnth,nhd->btd", context, w["out"])
+        h = norm(x, w["norms"][1])
+        return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"], None
+
+    def loss(params, tokens, targets):
+        x = params["embedding"][tokens]
+        stacked = {name: w for name, w in params.items() if w.shape[0] == layers and w.ndim > 2}
+        x, _ = jax.lax.scan(layer, x, stacked)
+        logits = norm(x, params["final_norm"]) @ params["head"]
+        chosen = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - chosen)
+
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(LEARNING_RATE, b2=0.95, weight_decay=0.1,
+                    mask=lambda p: {k: "norm" not in k for k in p}),
+    )  # fmt: skip
+
+    def step(state, batch):
+        params, opt_state = state
+        value, grads = jax.value_and_grad(loss)(params, *batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), value
+
+    placed = {name: NamedSharding(mesh, spec) for name, (_, spec) in shapes.items()}
+    params = jax.jit(init, out_shardings=placed)()
+    whole = NamedSharding(mesh, P())
+    moments = jax.tree.map(
+        lambda x: x if x.ndim else jax.device_put(x, whole), optimizer.init(params)
+    )
+    state = (params, moments)
+    random = np.random.default_rng(0)
+    tokens, targets = (
+        jax.device_put(random.integers(0, vocab, (batch, length)).astype(np.int32), by_batch)
+        for _ in range(2)
+    )
+    layouts = jax.tree.map(lambda x: x.sharding, state)
+    compiled = jax.jit(step, donate_argnums=0, out_shardings=(layouts, None))
+    return compiled.lower(state, (tokens, targets)).compile(), state, (tokens, targets)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--layout", choices=("dp", "fsdp"), default="dp")
+    given = parser.parse_args()
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={given.devices}"
+    import jax
+
+    step, state, batch = build(given.layout, given.devices)
+    seconds = []
+    for _ in range(10):
+        start = time.perf_counter()
+        state, loss = step(state, batch)
+        jax.block_until_ready(state)
+        seconds.append(time.perf_counter() - start)
+    print(f"{statistics.median(seconds[2:]):.3f} s a step, loss {float(loss):.4f}")
+
+
+if __name__ == "__main__":
+    main()
