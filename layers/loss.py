@@ -36,7 +36,7 @@ class Head:
         reduce: dtype of partial sums on the wire, by name.
     """
 
-    names: tuple[str, str]
+    names: tuple[str | None, ...]
     softcap: float | None
     z_loss: float
     chunk: int
@@ -133,9 +133,9 @@ def _local(
         sums, dx, dw = chunk(x_td, w, targets, weights)
     else:
         sums, dx, dw = _scan_chunks(head, chunk, x_td, w, targets, weights, vocab_axes=vocab_axes)
-    sums = (*sums, jnp.sum(weights, dtype=sums[0].dtype))
+    sums = (sums[0], sums[1], jnp.sum(weights, dtype=sums[0].dtype))
     sums = jax.lax.psum(sums, token_axes) if token_axes else sums
-    if not with_gradient:
+    if dx is None or dw is None:
         return sums, None
     dx = of_x.home(dx.reshape(x.shape)).astype(x_BTD.dtype)
     return sums, (dx, of_weight.home(dw).astype(weight.dtype))

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,10 +16,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from meshes.axes import FILL, MeshShape
 
+# JAX's own name is a class at run time, but no type that checkers accept.
+Device = Any
+
 
 def build_mesh(
     shape: MeshShape,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Device] | None = None,
     dcn: MeshShape | None = None,
     *,
     split_torus: bool = False,
@@ -62,7 +66,7 @@ def build_mesh(
     return Mesh(array, shape.axis_names, axis_types=types)
 
 
-def _on_torus(shape: MeshShape, devices: list[jax.Device], split_torus: bool) -> np.ndarray:
+def _on_torus(shape: MeshShape, devices: list[Device], split_torus: bool) -> np.ndarray:
     """Lay out devices that one fast network joins."""
     try:
         return mesh_utils.create_device_mesh(
@@ -79,7 +83,7 @@ def _on_torus(shape: MeshShape, devices: list[jax.Device], split_torus: bool) ->
 
 
 def _over_network(
-    shape: MeshShape, devices: list[jax.Device], dcn: MeshShape, split_torus: bool
+    shape: MeshShape, devices: list[Device], dcn: MeshShape, split_torus: bool
 ) -> np.ndarray:
     """Lay out slices or hosts, each of which a fast network joins."""
     inner = {}
@@ -106,14 +110,14 @@ def _over_network(
     return np.block(blocks.reshape(tuple(dcn.sizes.values())).tolist())
 
 
-def _grouped(devices: list[jax.Device], attribute: str) -> list[list[jax.Device]]:
-    groups: dict[int, list[jax.Device]] = {}
+def _grouped(devices: list[Device], attribute: str) -> list[list[Device]]:
+    groups: dict[int, list[Device]] = {}
     for device in devices:
         groups.setdefault(getattr(device, attribute, 0), []).append(device)
     return [groups[key] for key in sorted(groups)]
 
 
-def _torus(devices: list[jax.Device]) -> tuple[int, ...]:
+def _torus(devices: list[Device]) -> tuple[int, ...]:
     """Sizes of the axes that mesh axes are made of; the cores of a chip are an axis too."""
     places = [(*device.coords, device.core_on_chip) for device in devices]
     sizes = tuple(max(place) - min(place) + 1 for place in zip(*places, strict=True))

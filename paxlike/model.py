@@ -100,10 +100,11 @@ class Model:
             Logits [B, V] after that token, (act_batch, -), and the cache.
         """
         decoder = self.bind(params)
-        hidden, cache, _ = decoder(ids_BT, positions_BT, segments_BT, cache)
+        hidden, extended, _ = decoder(ids_BT, positions_BT, segments_BT, cache)
+        assert extended is not None
         last = jnp.take_along_axis(hidden, last_B[:, None, None], axis=1)
         logits = decoder.logits(last)[:, 0]
-        return jax.reshard(logits, current().spec(("act_batch", None))), cache
+        return jax.reshard(logits, current().spec(("act_batch", None))), extended
 
 
 def build_model(experiment: Experiment) -> Model:

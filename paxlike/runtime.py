@@ -9,7 +9,7 @@ import jax
 from layers.attention.schemes import attention_scheme
 from layers.schemes import Schemes
 from meshes.axes import MeshShape
-from meshes.build import build_mesh
+from meshes.build import Device, build_mesh
 from meshes.context import Parallelism, parallelism
 from meshes.rules import Rules
 from paxlike.config import Experiment, ParallelConfig
@@ -28,7 +28,7 @@ def schemes(parallel: ParallelConfig) -> Schemes:
 @contextlib.contextmanager
 def runtime(
     experiment: Experiment,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Device] | None = None,
     rules: Rules | None = None,
 ) -> Iterator[Parallelism]:
     """Enter the mesh, rules and schemes of an experiment.

@@ -306,6 +306,7 @@ def _transposed(p: Projection, i: int) -> tuple[Product, Product]:
 def _backward(projection: Projection, residuals, cotangents: tuple[jax.Array, ...]):
     """Two products a weight: dx = dy w^T, summed over the weights, and dw = x^T dy."""
     p = projection
+    x, weights = residuals
 
     def local(x, weights, cotangents):
         # Terms of dx that are reduced alike are summed first, and reduced once.
@@ -323,10 +324,10 @@ def _backward(projection: Projection, residuals, cotangents: tuple[jax.Array, ..
             dw = _multiply(to_w, own_x, _enter(dy, to_w, 1), p)
             dweights.append(_leave(dw, to_w.reduction, p).astype(weight.dtype))
         reduced = [_leave(term, reduction, p) for reduction, term in terms.items()]
-        return sum(reduced[1:], reduced[0]).astype(x.dtype), tuple(dweights)
+        return functools.reduce(jnp.add, reduced).astype(x.dtype), tuple(dweights)
 
     return jax.shard_map(local, in_specs=(p.x, p.weights, p.results), out_specs=(p.x, p.weights))(
-        *residuals, cotangents
+        x, weights, cotangents
     )
 
 

@@ -1,1 +1,1 @@
-"""What is timed: ratios within one run, medians of repeats. Run by `make bench`, never by the tests."""
+"""What is timed: ratios within one run, medians of repeats; `make bench`, never the tests."""

@@ -12,14 +12,24 @@ import math
 import os
 import statistics
 import time
+from typing import NamedTuple
 
-LAYERS, EMBED, HEADS, HEAD_DIM, MLP, VOCAB = 4, 256, 8, 32, 1024, 4096
-BATCH, LENGTH = 16, 256
+
+class Dims(NamedTuple):
+    layers: int = 4
+    embed: int = 256
+    heads: int = 8
+    mlp: int = 1024
+    vocab: int = 4096
+    batch: int = 16
+    length: int = 256
+
+
+SMALL = Dims()
 LEARNING_RATE = 3e-4
 
 
-def build(layout: str, devices: int, layers: int = LAYERS, embed: int = EMBED, heads: int = HEADS,
-          mlp: int = MLP, vocab: int = VOCAB, batch: int = BATCH, length: int = LENGTH):  # fmt: skip
+def build(layout: str, devices: int, dims: Dims = SMALL):
     """Return (step, state, batch): `state, loss = step(state, batch)`, compiled and donating."""
     import jax
     import jax.numpy as jnp
@@ -31,6 +41,7 @@ def build(layout: str, devices: int, layers: int = LAYERS, embed: int = EMBED, h
     mesh = jax.make_mesh((devices,), ("x",), axis_types=(AxisType.Auto,),
                          devices=jax.devices()[:devices])  # fmt: skip
     by_embed = "x" if layout == "fsdp" else None
+    layers, embed, heads, mlp, vocab, batch, length = dims
     head_dim = embed // heads
     shapes = {  # name: (shape, layout)
         "embedding": ((vocab, embed), P(None, by_embed)),

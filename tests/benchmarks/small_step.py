@@ -45,10 +45,13 @@ def experiment(mesh: MeshShape, rules: str, *, experts: int = 0, **parallel: Any
     )  # fmt: skip
 
 
+now = time.perf_counter
+
+
 class Runner:
     """Compiles the step once; each call runs it once and returns the seconds that it took."""
 
-    def __init__(self, run: Experiment):
+    def __init__(self, run: Experiment, devices: int | None = None):
         import jax
         import numpy as np
 
@@ -57,7 +60,7 @@ class Runner:
         from paxlike.training.state import init_state, optimizer_of
         from paxlike.training.step import abstract_batch, build_train_step
 
-        with runtime(run):
+        with runtime(run, jax.devices()[:devices]):
             model = Model(run.model)
             optimizer = optimizer_of(model, run)
             self.state = init_state(model, optimizer, run)
@@ -66,18 +69,18 @@ class Runner:
                 name: jax.device_put(_values(name, random, like.shape), like.sharding)
                 for name, like in abstract_batch(run).items()
             }
-            start = time.perf_counter()
+            start = now()
             step = build_train_step(model, optimizer, run)
             self.step = step.lower(self.state, self.batch).compile()
-            self.compile_seconds = time.perf_counter() - start
+            self.compile_seconds = now() - start
 
     def __call__(self) -> float:
         import jax
 
-        start = time.perf_counter()
+        start = now()
         self.state, self.metrics = self.step(self.state, self.batch)
         jax.block_until_ready((self.state, self.metrics))
-        return time.perf_counter() - start
+        return now() - start
 
 
 def _values(name: str, random: Any, shape: tuple[int, ...]) -> Any:
