@@ -145,25 +145,26 @@ class _Layout:
         par = current()
         reduce = config.dtypes.reduce
         self.expert_axes = par.axes("experts")
-        batch, sequence = par.axes("act_batch"), par.axes("act_seq")
-        outside = [a for a in self.expert_axes if a not in batch + sequence]
+        tokens = par.axes_of(("act_batch", "act_seq"))
+        outside = [a for a in self.expert_axes if a not in tokens]
         if outside:
             raise ValueError(
                 f"rule 'experts' -> {self.expert_axes} uses {outside}, which split no tokens; "
                 "add them to the rule of 'act_batch', or map 'experts' to axes of it"
             )
-        scattered = tuple(a for a in par.axes("act_residual_seq") if a not in sequence)
-        self.token_axes = batch + sequence + scattered
+        scattered = tuple(a for a in par.axes("act_residual_seq") if a not in tokens)
+        self.token_axes = tokens + scattered
         self.exchanged = _moe(config).routing == "capacity" and bool(self.expert_axes)
-        split = tuple(a for a in par.axes("mlp") if a not in batch + sequence)
+        split = tuple(a for a in par.axes("mlp") if a not in tokens)
         gathers = tuple((a, 1) for a in reversed(scattered))
         if _moe(config).routing == "dropless":
             split += self.expert_axes
-            gathers += tuple((a, 0 if a in batch else 1) for a in reversed(self.expert_axes))
+            in_batch = par.axes("act_batch")
+            gathers += tuple((a, int(a not in in_batch)) for a in reversed(self.expert_axes))
         self.tokens = Moves(gathers=gathers, sums=split, reduce=reduce)
         self.choices = Moves(gathers=gathers)
         self.shared = math.prod(par.sizes[a] for a, _ in gathers)
-        rows = tuple(dict.fromkeys(batch + sequence + split))
+        rows = tuple(dict.fromkeys(tokens + split))
         self.weights = tuple(self._weight(n, rows, split, reduce) for n in names)
 
     def _weight(self, names, rows: tuple[str, ...], split: tuple[str, ...], reduce: str) -> Moves:

@@ -78,8 +78,11 @@ def apply_experts(
     return _apply(experts, rows_BMD, experts_B, weights)
 
 
-def _run(experts: Experts, rows_BMD: jax.Array, experts_B: jax.Array, weights: Weights):
-    *inward, outward = experts.gather(weights, rows_BMD.dtype)
+def _run(
+    experts: Experts, rows_BMD: jax.Array, experts_B: jax.Array, weights: Weights
+) -> tuple[jax.Array, Weights]:
+    whole = experts.gather(weights, rows_BMD.dtype)
+    inward, outward = whole[:-1], whole[-1]
     num_experts = outward.shape[0]
 
     def step(b: jax.Array, carry):
@@ -92,11 +95,9 @@ def _run(experts: Experts, rows_BMD: jax.Array, experts_B: jax.Array, weights: W
         out_MD = experts.product("mf,fd->md", experts.activate(*pre), _get(outward, e))
         return _put(out_BMD, b, out_MD), tuple(map(_put, before, (b,) * len(pre), pre))
 
-    hidden_shape = rows_BMD.shape[:2] + outward.shape[1:2]
-    start: tuple[jax.Array, Weights] = (
-        _zeros_like(rows_BMD, rows_BMD.shape),
-        tuple(_zeros_like(rows_BMD, hidden_shape) for _ in inward),
-    )
+    out_BMD = _zeros(rows_BMD, rows_BMD.shape)
+    before_BMF = _zeros(rows_BMD, rows_BMD.shape[:2] + outward.shape[1:2])
+    start = (out_BMD, (before_BMF,) * len(inward))
     return jax.lax.fori_loop(0, experts.trips(experts_B, num_experts), step, start)
 
 
@@ -109,7 +110,8 @@ def _forward(experts: Experts, rows_BMD: jax.Array, experts_B: jax.Array, weight
 
 def _backward(experts: Experts, residuals, dout_BMD: jax.Array):
     rows_BMD, experts_B, weights, before = residuals
-    *inward, outward = experts.gather(weights, rows_BMD.dtype)
+    whole = experts.gather(weights, rows_BMD.dtype)
+    inward, outward = whole[:-1], whole[-1]
     num_experts = outward.shape[0]
 
     def step(b: jax.Array, carry):
@@ -134,8 +136,8 @@ def _backward(experts: Experts, residuals, dout_BMD: jax.Array):
         return _put(drows_BMD, b, drow_MD), dweights
 
     start = (
-        _zeros_like(rows_BMD, rows_BMD.shape),
-        tuple(_zeros_like(rows_BMD, w.shape, experts.accumulate) for w in (*inward, outward)),
+        _zeros(rows_BMD, rows_BMD.shape),
+        tuple(_zeros(rows_BMD, w.shape, experts.accumulate) for w in whole),
     )
     drows_BMD, dweights = jax.lax.fori_loop(0, experts.trips(experts_B, num_experts), step, start)
     dweights = tuple(
@@ -157,6 +159,6 @@ def _put(x: jax.Array, i: jax.Array, new: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(x, new.astype(x.dtype), i, 0)
 
 
-def _zeros_like(like: jax.Array, shape: tuple[int, ...], dtype: str | None = None) -> jax.Array:
+def _zeros(like: jax.Array, shape: tuple[int, ...], dtype: str | None = None) -> jax.Array:
     """Zeros that vary over the axes that `like` varies over."""
     return varying(jnp.zeros(shape, dtype or like.dtype), vma(like))

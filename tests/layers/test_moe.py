@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 from flax import nnx
-from jax.sharding import PartitionSpec
 
 from layers.config import DTypes, ModelConfig, MoEConfig
 from layers.moe import MoE
@@ -22,6 +20,7 @@ from meshes import presets
 from meshes.axes import MeshShape
 from meshes.build import abstract_mesh, build_mesh
 from meshes.context import current, parallelism
+from paxlike.analysis.collectives import summary, table
 
 B, T, D, F, E = 8, 8, 16, 24, 4
 
@@ -221,8 +220,8 @@ class Dropping(parameterized.TestCase):
         x = jnp.abs(x)
         with entered("one"):
             graph, state = build(config)
-            state["router"].set_value(state["router"][...] * 0 + jnp.eye(D, E) * 0 + 5 * (
-                jnp.arange(E) == 2).astype(x.dtype)[None, :])  # fmt: skip
+            to_expert_2 = jnp.zeros((D, E)).at[:, 2].set(1)
+            state["router"].set_value(to_expert_2)
             out, auxiliary = jax.jit(call, static_argnums=0)(graph, state, x, segments)
         used = np.abs(np.asarray(out)).sum(axis=-1).reshape(-1) > 0
         capacity = math.ceil(0.5 * B * T / E)
@@ -247,52 +246,86 @@ class Dropping(parameterized.TestCase):
         np.testing.assert_array_equal(place.rows_KN, [[1, 0], [2, 2]])
 
 
-def count(text, kind):
-    return len(
-        re.findall(rf"= \S+(?:, \S+)* {kind}(?:-start)?\(|= \(.*?\) {kind}(?:-start)?\(", text)
-    )
+N = B * T // 8  # tokens of a device
+ROWS = 2 * N * D * 4  # bytes of its pairs, capacity factor 1
+STATISTICS = (2 * E + 3) * 4
+GATE_UP_DOWN = 3 * D * F * 4  # of one expert
 
 
 class Collectives(parameterized.TestCase):
-    def lowered(self, name, config, *, backward, routing_only=False):
+    """Operands and bytes (gathered, unreduced, or exchanged) of one layer: these, and no others."""
+
+    def moved(self, name, config, backward):
         x, ct, segments = inputs()
-        with entered(name):
+        with entered(name) as par:
             graph, state = build(config)
-            arguments = put(x, *RESIDUAL), put(ct, *RESIDUAL), put(segments, "act_batch", "act_seq")
-            f = objective
+            x, ct, segments = (
+                put(x, *RESIDUAL), put(ct, *RESIDUAL), put(segments, "act_batch", "act_seq")
+            )  # fmt: skip
             if backward:
                 f = jax.grad(objective, argnums=(1, 2), has_aux=True)
-            return jax.jit(f, static_argnums=0).lower(graph, state, *arguments).compile().as_text()
+                lowered = jax.jit(f, static_argnums=0).lower(graph, state, x, ct, segments)
+            else:
+                lowered = jax.jit(call, static_argnums=0).lower(graph, state, x, segments)
+            found = {}
+            for row in table(lowered.compile().as_text(), par.mesh):
+                count, size = found.get((row.kind, *row.mesh_axes), (0, 0))
+                key = (row.kind, *row.mesh_axes)
+                found[key] = (count + row.count, size + row.payload_bytes)
+            return found
 
-    @parameterized.parameters((False, 2), (True, 4))
-    def test_capacity_exchanges_rows_by_all_to_all(self, backward, number):
-        text = self.lowered("expert4_data2", config_of("capacity", factor=1.0), backward=backward)
-        assert count(text, "all-to-all") == number
-        assert count(text, "all-gather") == count(text, "reduce-scatter") == 0
-        # [E, C, D] of each device: cf K N D elements.
-        n = B * T // 8
-        shapes = re.findall(r"= \(?f32\[([\d,]+)\]\S*.* all-to-all", text)
-        sizes = [math.prod(map(int, s.split(","))) for s in shapes]
-        assert all(size in (2 * n * D, 2 * n * D // 4) for size in sizes), sizes
+    def test_capacity(self):
+        config = config_of("capacity", factor=1.0)
+        forward = self.moved("expert4_data2", config, backward=False)
+        assert forward == {
+            ("all-to-all", "expert"): (2, 2 * ROWS),
+            ("all-reduce", "data", "expert"): (1, STATISTICS),
+        }
+        both = self.moved("expert4_data2", config, backward=True)
+        assert both == {
+            ("all-to-all", "expert"): (4, 4 * ROWS),
+            ("all-reduce", "data", "expert"): (2, STATISTICS + D * E * 4),
+            ("all-reduce", "data"): (3, GATE_UP_DOWN),
+        }
 
-    @parameterized.parameters(False, True)
-    def test_dropless_gathers_tokens(self, backward):
-        text = self.lowered("expert4_data2", config_of(), backward=backward)
-        assert count(text, "all-to-all") == 0
-        # Forward: x, gates and choices come in, and outputs go back; backward: dout comes in, and
-        # the gradients of x and of the gates go back.
-        assert count(text, "all-gather") == (4 if backward else 3)
-        assert count(text, "reduce-scatter") == (3 if backward else 1)
+    def test_dropless(self):
+        forward = self.moved("expert4_data2", config_of(), backward=False)
+        tokens, pairs = 4 * N * D * 4, 4 * N * 2 * 4
+        assert forward == {
+            # Tokens, gates and choices come in; outputs go back.
+            ("all-gather", "expert"): (3, tokens + 2 * pairs),
+            ("reduce-scatter", "expert"): (1, tokens),
+            ("all-reduce", "data", "expert"): (1, STATISTICS),
+        }
+        both = self.moved("expert4_data2", config_of(), backward=True)
+        assert both == {
+            ("all-gather", "expert"): (4, 2 * tokens + 2 * pairs),
+            ("reduce-scatter", "expert"): (3, 2 * tokens + pairs),
+            ("all-reduce", "data", "expert"): (2, STATISTICS + D * E * 4),
+            ("all-reduce", "data"): (3, GATE_UP_DOWN),
+        }
+
+    def test_tensor_parallelism_reduces_the_combined_output_once(self):
+        name = "seq2_expert2_tensor2"
+        config = config_of("capacity", factor=1.0)
+        output, gates = 2 * N * D * 4, 2 * N * 2 * 4
+        forward = self.moved(name, config, backward=False)
+        assert forward["all-reduce", "tensor"] == (1, output)
+        both = self.moved(name, config, backward=True)
+        assert both["all-reduce", "tensor"] == (3, 2 * output + gates)
 
 
 class Model(parameterized.TestCase):
-    @parameterized.parameters("dropless", "capacity")
-    def test_stacked_layers_with_full_rematerialisation(self, routing):
+    @parameterized.parameters(
+        ("dropless", "full"), ("capacity", "named:mlp_gate,mlp_up,moe_rows,moe_out")
+    )
+    def test_stacked_layers_rematerialised(self, routing, policy):
+        """As on one device; a layer gathers each weight twice and scatters its gradient once."""
         config = config_of(routing, factor=enough(routing), num_layers=2)
         x, _, segments = inputs()
 
         def losses(name, policy):
-            with entered(name):
+            with entered(name) as par:
                 keys = jax.random.split(jax.random.key(0), 2)
                 make = nnx.vmap(
                     lambda key: MoE(config, rngs=nnx.Rngs(params=key)),
@@ -310,18 +343,20 @@ class Model(parameterized.TestCase):
                     x, balance = jax.lax.scan(rematerialise(layer, policy, in_scan=True), x, state)
                     return jnp.sum(x**2) + jnp.sum(balance)
 
-                value, grads = jax.jit(jax.value_and_grad(loss))(state, x_put)
-                return jax.tree.map(np.asarray, (value, nnx.to_pure_dict(grads)))
+                step = jax.jit(jax.value_and_grad(loss)).lower(state, x_put).compile()
+                value, grads = step(state, x_put)
+                moved = summary(table(step.as_text(), par.mesh))
+                return jax.tree.map(np.asarray, (value, nnx.to_pure_dict(grads))), moved
 
-        want = losses("one", "none")
-        for policy in ("full", "named:mlp_gate,mlp_up,moe_rows"):
-            jax.tree.map(
-                lambda a, b: np.testing.assert_allclose(
-                    a, b, rtol=2e-5, atol=2e-6 * np.abs(b).max()
-                ),
-                losses("fsdp2_megatron_sp", policy),
-                want,
-            )
+        want, _ = losses("one", "none")
+        got, moved = losses("fsdp2_megatron_sp", policy)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6 * np.abs(b).max()),
+            got,
+            want,
+        )
+        assert moved["all-gather", ("fsdp",)][0] == 2 * 3 * 2
+        assert moved["reduce-scatter", ("fsdp",)][0] == 3 * 2
 
     def test_gathered_weights_are_not_kept(self):
         """What the backward pass keeps holds no weight larger than its shard."""
@@ -378,4 +413,3 @@ class Errors(parameterized.TestCase):
 
     def test_block_rows_stay_in_bounds(self):
         assert [block_rows(x) for x in (0.1, 32, 1024, 10**6)] == [8, 8, 256, 512]
-        assert PartitionSpec() == PartitionSpec()
