@@ -8,6 +8,7 @@ error.txt.
 
 import importlib
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -73,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"{__doc__}{FLAGS.module_help('paxlike')}")
         elif FLAGS.list:
             lines = registry.descriptions().items()
-            print("\n".join(f"{name:<20} {description}" for name, description in lines))
+            print("\n".join(f"{name:<20} {description}" for name, description in lines), flush=True)
         else:
             experiment = _experiment()
             directory = Path(FLAGS.workdir or Path("runs") / experiment.name)
@@ -82,6 +83,10 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("paxlike: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # The reader left early, as `| head` does; closing stdout must not fail once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except Exception as error:
         return _explain(error, directory)
 

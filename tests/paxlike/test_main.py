@@ -134,3 +134,9 @@ def test_the_wrong_mesh_is_said_in_one_line(capsys, tmp_path):
     args = ("--experiment=quickstart", "--override=parallel.mesh.data=3", "--target=cpu:8")
     assert run(*args, "--mode=train", f"--workdir={tmp_path}") == 2
     assert "make the product 8" in only_line(capsys.readouterr())
+
+
+def test_a_reader_may_leave_early():
+    command_line = f"{sys.executable} -m paxlike.main --list | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command_line], capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == ("0", "")

@@ -73,9 +73,7 @@ def test_overrides_that_are_valid_only_together(order):
 def test_a_missing_part_is_built_when_it_is_complete():
     parts = ["num_experts=8", "num_experts_per_token=2", "expert_mlp_dim=64"]
     built = overrides.apply(BASE, [f"model.moe.{part}" for part in parts])
-    assert built.model.moe == MoEConfig(
-        num_experts=8, num_experts_per_token=2, expert_mlp_dim=64
-    )
+    assert built.model.moe == MoEConfig(num_experts=8, num_experts_per_token=2, expert_mlp_dim=64)
     with pytest.raises(ValueError, match=r"also set model\.moe\.expert_mlp_dim"):
         overrides.apply(BASE, [f"model.moe.{part}" for part in parts[:2]])
     assert overrides.apply(built, ["model.moe=none"]) == BASE
