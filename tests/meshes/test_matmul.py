@@ -1,10 +1,12 @@
 """Products of sharded operands equal plain einsums, whatever the three layouts are."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -93,15 +95,40 @@ X_THEN_Y, Y_THEN_X = ("x", "y"), ("y", "x")
 
 
 # Data, tensor, Megatron sequence and fully sharded parallelism, and axes in another order.
-@example(("btd,df->btf", P("x"), (P(),), (P("x"),)))
-@example(("btd,df->btf", P("x"), (P(None, "z"),), (P("x", None, "z"),)))
-@example(("btd,df->btf", P("x", "z"), (P(None, "z"),), (P("x", None, "z"),)))
-@example(("btd,df->btf", P(X_THEN_Y), (P("y", "z"),), (P(X_THEN_Y, None, "z"),)))
-@example(("btd,df->btf", P(X_THEN_Y), (P(Y_THEN_X),), (P(X_THEN_Y),)))
-@example(("btd,df->btf", P(X_THEN_Y), (P(X_THEN_Y),), (P(X_THEN_Y),)))
-@example(("btd,df->btf", P(None, None, X_THEN_Y), (P(Y_THEN_X),), (P(),)))
-@example(("btd,df->btf", P("y"), (P(),), (P(X_THEN_Y),)))
-@example(("btd,df->btf", P(X_THEN_Y), (P(),), (P(Y_THEN_X),)))
+LEGAL = (
+    (P("x"), P(), P("x")),
+    (P("x"), P(None, "z"), P("x", None, "z")),
+    (P("x", "z"), P(None, "z"), P("x", None, "z")),
+    (P(X_THEN_Y), P("y", "z"), P(X_THEN_Y, None, "z")),
+    (P(X_THEN_Y), P(Y_THEN_X), P(X_THEN_Y)),
+    (P(X_THEN_Y), P(X_THEN_Y), P(X_THEN_Y)),
+    (P(None, None, Y_THEN_X), P(Y_THEN_X), P(X_THEN_Y)),
+    (P("x"), P(), P(X_THEN_Y)),
+)
+
+
+@pytest.mark.parametrize("x, w, y", LEGAL)
+def test_layouts_that_must_not_be_refused(x, w, y):
+    check("btd,df->btf", x, (w,), (y,))
+
+
+def test_an_input_is_gathered_once_for_all_its_weights():
+    """Also where one result must know the copies to be equal (key/value heads kept whole)."""
+    equations = ("btd,df->btf",) * 3
+    weights = (P(None, "z"), P(), P(None, "z"))
+    results = (P("x", None, "z"), P("x"), P("x", None, "z"))
+    projection = Projection(equations, P("x", "z"), weights, results)
+    shape = jax.ShapeDtypeStruct
+    x, w = shape((SIZE,) * 3, jnp.float32), shape((SIZE,) * 2, jnp.float32)
+    with jax.set_mesh(mesh()):
+        place = lambda s, spec: shape(s.shape, s.dtype, sharding=NamedSharding(mesh(), spec))
+        traced = jax.make_jaxpr(lambda x, ws: project(projection, x, ws))(
+            place(x, P("x", "z")), tuple(place(w, spec) for spec in weights)
+        )
+    assert len(re.findall(r"all_gather\w*\[", str(traced))) == 1
+    check(equations[0], P("x", "z"), weights, results)
+
+
 @settings(max_examples=30, deadline=None, derandomize=True, database=None)
 @given(products())
 def test_any_layout_gives_the_plain_product_and_gradients(product):
