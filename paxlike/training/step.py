@@ -123,6 +123,8 @@ def _scan_parts(part: Callable[..., Any], init: Any, batch: Batch, num_parts: in
 
 def _gradients(model: Model, params: Any, batch: Batch, num_parts: int) -> tuple[Any, Metrics]:
     """Gradients of the token-weighted mean loss of the whole batch, and its metrics."""
+    if num_parts == 1:
+        return jax.grad(model.loss, has_aux=True)(params, batch)
     weights = jnp.maximum(batch["loss_weights"].sum(dtype=jnp.float32), 1)
 
     def share(params: Any, micro: Batch) -> tuple[jax.Array, Metrics]:
@@ -130,9 +132,6 @@ def _gradients(model: Model, params: Any, batch: Batch, num_parts: int) -> tuple
         return objective / weights, sums
 
     grad = jax.grad(share, has_aux=True)
-    if num_parts == 1:
-        grads, sums = grad(params, batch)
-        return grads, mean_metrics(sums)
 
     def part(total: Any, micro: Batch) -> tuple[Any, Metrics]:
         grads, sums = grad(params, micro)
