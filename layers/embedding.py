@@ -53,7 +53,11 @@ def lookup(table: nnx.Param, ids_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
     par = current()
     rows, columns = weight_names(table)
     ids = par.spec(("act_batch", "act_seq"), ids_BT.shape, "tokens")
-    residual = par.spec(("act_batch", "act_residual_seq", "act_embed"))
+    residual = par.spec(
+        ("act_batch", "act_residual_seq", "act_embed"),
+        (*ids_BT.shape, table.shape[1]),
+        "residual stream",
+    )
     split_rows = row_axes(par, rows)
     scattered = tuple(a for a in par.axes("act_residual_seq") if a not in par.axes("act_seq"))
     of_table = Moves(

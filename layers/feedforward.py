@@ -17,7 +17,8 @@ HIDDEN = ("act_batch", "act_seq", "act_mlp")
 ACTIVATIONS = {
     "swiglu": jax.nn.silu,
     "geglu": lambda x: jax.nn.gelu(x, approximate=True),
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    # jax.nn.gelu's exact form cannot run inside shard_map on jax 0.12 (its polynomial's constants).
+    "gelu": lambda x: 0.5 * x * jax.lax.erfc(-x * 0.5**0.5),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
     "relu2": lambda x: jax.nn.relu(x) ** 2,

@@ -76,7 +76,7 @@ class Model:
     def loss(self, params: Params, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Objective a token, and metrics a token (`weights` stays the sum); see `loss_sum`."""
         objective, sums = self.loss_sum(params, batch)
-        return objective / jnp.maximum(sums["weights"], 1), mean_metrics(sums)
+        return objective / _divisor(sums["weights"]), mean_metrics(sums)
 
     def empty_cache(self, batch: int, length: int) -> Cache:
         """An empty key/value cache for `batch` rows of up to `length` tokens."""
@@ -122,6 +122,11 @@ def build_model(experiment: Experiment) -> Model:
 
 def mean_metrics(sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Turn sums over tokens into means; `weights` stays."""
-    weights = jnp.maximum(sums["weights"], 1)
+    weights = _divisor(sums["weights"])
     means = {name: value / weights for name, value in sums.items() if name != "weights"}
     return {**means, "weights": sums["weights"]}
+
+
+def _divisor(weights: jax.Array) -> jax.Array:
+    """The sum of weights; 1 where nothing counts, so that the mean is 0."""
+    return jnp.where(weights > 0, weights, 1)

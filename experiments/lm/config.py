@@ -47,10 +47,10 @@ def _published(model: ModelConfig, **parallel: Any) -> Experiment:
 
 @register
 def quickstart() -> Experiment:
-    """A decoder of 3.5M parameters on the Python standard library, on 8 virtual devices."""
+    """A decoder of 3.0M parameters on the Python standard library's bytes, on 8 virtual devices."""
     return Experiment(
         model=ModelConfig(
-            vocab_size=2048,
+            vocab_size=264,
             num_layers=4,
             embed_dim=256,
             num_heads=8,
@@ -62,15 +62,15 @@ def quickstart() -> Experiment:
             dtypes=FLOAT32,
         ),
         parallel=ParallelConfig(mesh=MeshShape(data=2, seq=2, tensor=2), rules="tp"),
-        data=DataConfig(tokenizer="bpe:2048", sequence_length=256),
+        data=DataConfig(tokenizer="byte", sequence_length=256),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=20, weight_decay=0.05),
         train=TrainConfig(
-            num_steps=300,
+            num_steps=240,
             global_batch_size=8,
             log_every=10,
-            eval_every=100,
+            eval_every=80,
             eval_steps=8,
-            checkpoint_every=100,
+            checkpoint_every=80,
         ),
         inference=InferenceConfig(prompt="def __init__(self", max_new_tokens=96),
     )

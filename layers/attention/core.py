@@ -18,6 +18,7 @@ Exchanges nothing; works inside `jax.shard_map`, whatever axes its operands vary
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -146,7 +147,7 @@ def attend_with_lse(
          _split(q_segments_BT, 1, block), _split(kv_segments_BS, 1, kv_block, fill=FILLER)),
     )  # fmt: skip
     axes = frozenset().union(*(vma(x) for x in jax.tree.leaves(operands)))
-    operands = jax.tree.map(lambda x: varying(x, axes), operands)
+    q, k, v, tokens = jax.tree.map(lambda x: varying(x, axes), operands)
     tiles = tuple(
         (i, j)
         for i in range(-(-length // block))
@@ -156,7 +157,7 @@ def attend_with_lse(
         and (window is None or i * block - ((j + 1) * kv_block - 1) < window)
     )
     rule = _Rule(causal=causal, window=window, scale=scale, softcap=softcap, tiles=tiles)
-    out, lse = _attend(rule, *operands)
+    out, lse = _attend(rule, q, k, v, tokens)
     out = _join(out, 3).reshape(batch, heads, -1, head_dim)[:, :, :length]
     return out, _join(lse, 3).reshape(batch, heads, -1)[:, :, :length]
 
@@ -204,11 +205,15 @@ def _put(x: jax.Array, i: jax.Array, block: jax.Array) -> jax.Array:
 
 def _tile(tokens: _Tokens, i: jax.Array, j: jax.Array, q_dims, kv_dims) -> _Tokens:
     """Positions and segments of tile (i, j), with dimensions added to broadcast to its scores."""
-    sides = ((i, q_dims), (j, kv_dims)) * 2
-    return tuple(
-        None if x is None else jnp.expand_dims(_block(x, index), dims)
-        for x, (index, dims) in zip(tokens, sides, strict=True)
-    )
+
+    def side(x: jax.Array | None, index: jax.Array, dims) -> Any:
+        return None if x is None else jnp.expand_dims(_block(x, index), dims)
+
+    q_positions, kv_positions, q_segments, kv_segments = tokens
+    return (
+        side(q_positions, i, q_dims), side(kv_positions, j, kv_dims),
+        side(q_segments, i, q_dims), side(kv_segments, j, kv_dims),
+    )  # fmt: skip
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

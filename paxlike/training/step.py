@@ -125,7 +125,8 @@ def _gradients(model: Model, params: Any, batch: Batch, num_parts: int) -> tuple
     """Gradients of the token-weighted mean loss of the whole batch, and its metrics."""
     if num_parts == 1:
         return jax.grad(model.loss, has_aux=True)(params, batch)
-    weights = jnp.maximum(batch["loss_weights"].sum(dtype=jnp.float32), 1)
+    weights = batch["loss_weights"].sum(dtype=jnp.float32)
+    weights = jnp.where(weights > 0, weights, 1)
 
     def share(params: Any, micro: Batch) -> tuple[jax.Array, Metrics]:
         objective, sums = model.loss_sum(params, micro)

@@ -168,7 +168,8 @@ class CoreTest(parameterized.TestCase):
         assert out.dtype == jnp.bfloat16 and lse.dtype == jnp.float32
         wide = [np.asarray(x, np.float32) for x in (q, k, v)]
         want, want_lse, *_ = oracle(*wide, *arrays[3:], q_pos=pos, kv_pos=pos, q_seg=None,
-                                    kv_seg=None, causal=False, window=None, scale=0.3, softcap=None)  # fmt: skip
+                                    kv_seg=None, causal=False, window=None, scale=0.3,
+                                    softcap=None)  # fmt: skip
         np.testing.assert_allclose(lse, want_lse, rtol=1e-5)
         np.testing.assert_allclose(
             np.asarray(out, np.float64), want, atol=2**-8 * np.abs(want).max()
@@ -275,4 +276,5 @@ class CoreTest(parameterized.TestCase):
         q, k, v, *_ = operands(**shape)
         with pytest.raises(ValueError, match=message):
             attend(q, k, v, q_positions_BT=contiguous(2, q.shape[2]),
-                   kv_positions_BS=contiguous(2, k.shape[2]), causal=True, scale=1.0, **arguments)  # fmt: skip
+                   kv_positions_BS=contiguous(2, k.shape[2]), causal=True, scale=1.0,
+                   **arguments)  # fmt: skip
