@@ -157,7 +157,8 @@ def attend_with_lse(
         and (window is None or i * block - ((j + 1) * kv_block - 1) < window)
     )
     rule = _Rule(causal=causal, window=window, scale=scale, softcap=softcap, tiles=tiles)
-    out, lse = _attend(rule, q, k, v, tokens)
+    attended: Any = _attend(rule, q, k, v, tokens)
+    out, lse = attended
     out = _join(out, 3).reshape(batch, heads, -1, head_dim)[:, :, :length]
     return out, _join(lse, 3).reshape(batch, heads, -1)[:, :, :length]
 
