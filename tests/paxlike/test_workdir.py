@@ -11,7 +11,14 @@ from meshes.presets import preset
 from paxlike import overrides, registry, serialization, workdir
 from paxlike.config import Experiment
 
-BASE = registry.build("quickstart")
+# The values that the tests below see change.
+BASE = overrides.apply(
+    registry.build("quickstart"),
+    (
+        "model.num_layers=4", "model.vocab_size=2048", "optimizer.learning_rate=0.003", "seed=0",
+        "train.num_steps=300", "parallel.mesh.data=2", "parallel.mesh.seq=2",
+    ),
+)  # fmt: skip
 
 
 def learnt(directory):
