@@ -20,6 +20,7 @@ from layers.linear import normal, project, weight_names
 from layers.loss import Head, cross_entropy
 from layers.moe import MoE
 from layers.norm import Norm
+from layers.remat import rematerialise
 from layers.tokens import Cache, Tokens
 from meshes.context import current
 
@@ -143,7 +144,7 @@ class Decoder(nnx.Module):
                 x, layer_cache, auxiliary = nnx.merge(graphdef, state)(x, tokens, layer_cache)
             return x, (layer_cache, auxiliary)
 
-        block = schemes.rematerialise(block, active.remat, in_scan=active.scan_layers)
+        block = rematerialise(block, active.remat, in_scan=active.scan_layers)
         if active.scan_layers:
             x_BTD, (cache, auxiliary) = jax.lax.scan(block, x_BTD, (stacked, cache))
         else:

@@ -12,6 +12,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from layers.config import MoEConfig
 
@@ -49,6 +50,7 @@ def route(moe: MoEConfig, x_ND: jax.Array, router_DE: jax.Array, real_N: jax.Arr
 
     # The wide copy of x is made again backward, rather than kept.
     logits_NE = jax.checkpoint(score, prevent_cse=False)(x_ND, router_DE)
+    logits_NE = checkpoint_name(logits_NE, "moe_router")
     log_partition_N = jax.nn.logsumexp(logits_NE, axis=-1)
     probabilities_NE = jnp.exp(logits_NE - log_partition_N[:, None])
     _, experts_NK = jax.lax.top_k(jax.lax.stop_gradient(logits_NE), moe.num_experts_per_token)

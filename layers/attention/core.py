@@ -246,8 +246,9 @@ def _forward(rule: _Rule, q, k, v, tokens: _Tokens):
     context, top, total = rule.fold(body, (zero, rows + LOWEST, rows))
     total = jnp.where(total > 0, total, 1)
     out = (context / total[..., None]).astype(q.dtype).reshape(q.shape)
-    out = checkpoint_name(out, "attention_context")
-    lse = checkpoint_name((top + jnp.log(total)).reshape(q.shape[:-1]), "attention_lse")
+    lse = (top + jnp.log(total)).reshape(q.shape[:-1])
+    # One name: kept without the other, either would be recomputed, and the whole core with it.
+    out, lse = (checkpoint_name(x, "attention_context") for x in (out, lse))
     return (out, lse), (q, k, v, tokens, out, lse)
 
 

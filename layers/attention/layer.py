@@ -87,14 +87,17 @@ class Attention(nnx.Module):
                 dtypes=config.dtypes,
             )
             q, k, v = (
-                add_bias(x, b)
-                for x, b in ((q, self.query_bias), (k, self.key_bias), (v, self.value_bias))
+                checkpoint_name(add_bias(x, bias), name)
+                for x, bias, name in (
+                    (q, self.query_bias, "query"),
+                    (k, self.key_bias, "key"),
+                    (v, self.value_bias, "value"),
+                )
             )
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if tokens.cos is not None and tokens.sin is not None:
             q, k = rotate(q, tokens.cos, tokens.sin), rotate(k, tokens.cos, tokens.sin)
-        q, k, v = (checkpoint_name(x, name) for x, name in ((q, "query"), (k, "key"), (v, "value")))
         positions, segments = tokens.kv_positions_BS, tokens.kv_segments_BS
         if cache is not None:
             cache = write_cache(cache, k, v, tokens)

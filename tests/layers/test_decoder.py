@@ -7,7 +7,6 @@ import pytest
 from flax import nnx
 
 from layers.counting import num_parameters
-from layers.schemes import rematerialise
 from meshes.presets import DP
 from meshes.rules import STANDARD_NAMES
 from paxlike.model import Model
@@ -62,8 +61,3 @@ def test_what_the_mesh_does_not_divide_is_named(changes, rules, axes, message):
     with on_mesh(rules, **axes):
         with pytest.raises(ValueError, match=message):
             Model(tiny(**changes))
-
-
-def test_unknown_remat_policy():
-    with pytest.raises(ValueError, match="unknown remat policy 'fulll'"):
-        rematerialise(lambda x: x, "fulll", in_scan=True)

@@ -14,7 +14,7 @@ from flax import nnx
 from layers.config import DTypes, ModelConfig, MoEConfig
 from layers.moe import MoE
 from layers.moe_dispatch import block_rows, place_all, place_with_capacity
-from layers.schemes import rematerialise
+from layers.remat import rematerialise
 from layers.tokens import Tokens
 from meshes import presets
 from meshes.axes import MeshShape
