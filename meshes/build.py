@@ -147,7 +147,13 @@ def _fitting(shape: MeshShape, torus: tuple[int, ...], most: int = 3) -> list[Me
 
 
 def abstract_mesh(shape: MeshShape) -> AbstractMesh:
-    """A mesh without devices, for tracing and lowering."""
+    """A mesh without devices, for tracing and lowering.
+
+    Raises:
+        ValueError: an axis is still -1.
+    """
+    if FILL in shape.sizes.values():
+        raise ValueError(f"mesh {shape.sizes} is not resolved: no devices say what -1 stands for")
     types = (AxisType.Explicit,) * len(shape.axis_names)
     return AbstractMesh(tuple(shape.sizes.values()), shape.axis_names, axis_types=types)
 

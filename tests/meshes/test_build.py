@@ -72,3 +72,8 @@ def test_the_oracle_of_one_device_has_the_same_axes():
     single = single_device_shape(Grid(data=2, seq_row=4))
     assert single == Grid()
     assert abstract_mesh(single).axis_names[-1] == "seq_row"
+
+
+def test_an_abstract_mesh_has_no_devices_to_fill_an_axis_with():
+    with pytest.raises(ValueError, match="'data': -1.* not resolved"):
+        abstract_mesh(MeshShape(data=-1))
