@@ -35,6 +35,7 @@ class Dims(NamedTuple):
 
 
 SMALL = Dims()
+HUNDRED_MILLION = Dims(layers=12, embed=768, heads=12, mlp=2048, vocab=16_384, batch=8, length=256)
 LEARNING_RATE = 3e-4
 
 
@@ -152,12 +153,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--layout", choices=("dp", "fsdp"), default="dp")
+    parser.add_argument("--large", action="store_true", help="the model of 110M parameters")
     given = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={given.devices}"
     import jax
 
-    step, state, batch = build(given.layout, given.devices)
+    dims = HUNDRED_MILLION if given.large else SMALL
+    step, state, batch = build(given.layout, given.devices, dims)
     seconds = []
     for _ in range(10):
         start = time.perf_counter()

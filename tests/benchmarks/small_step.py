@@ -1,6 +1,6 @@
 """One training step of a small decoder through the whole framework: time, compile time, memory.
 
-    python tests/benchmarks/small_step.py --devices=8 --rules=fsdp --mesh fsdp=8
+    python -m tests.benchmarks.small_step --devices=8 --rules=fsdp --mesh fsdp=8
 
 Prints one JSON line. 6.3M parameters: 4 layers, width 256, 8 heads of 32, SwiGLU 1024, vocabulary
 4096, batch 16 x 256 tokens, float32, AdamW: the step that other frameworks are compared at.
@@ -19,29 +19,33 @@ from paxlike import launch
 from paxlike.config import Experiment, ParallelConfig
 from paxlike.data.config import DataConfig, SourceConfig
 from paxlike.training.config import OptimizerConfig, TrainConfig
+from tests.benchmarks.bare_step import HUNDRED_MILLION, SMALL, Dims
 
-VOCAB, BATCH, LENGTH = 4096, 16, 256
 
-
-def experiment(mesh: MeshShape, rules: str, *, experts: int = 0, **parallel: Any) -> Experiment:
-    """The small step on a mesh; `experts` > 0 makes it a top-2 mixture of the same width."""
+def experiment(
+    mesh: MeshShape, rules: str, dims: Dims = SMALL, *, experts: int = 0, **parallel: Any
+) -> Experiment:
+    """The step on a mesh; `experts` > 0 makes it a top-2 mixture of the same width."""
     moe = None
     if experts:
         moe = MoEConfig(
-            num_experts=experts, num_experts_per_token=2, expert_mlp_dim=1024, routing="capacity"
-        )
+            num_experts=experts, num_experts_per_token=2, expert_mlp_dim=dims.mlp,
+            routing="capacity",
+        )  # fmt: skip
     return Experiment(
         name="small_step",
         model=ModelConfig(
-            vocab_size=VOCAB, num_layers=4, embed_dim=256, num_heads=8, num_kv_heads=8,
-            head_dim=32, mlp_dim=1024, dtypes=FLOAT32, moe=moe,
+            vocab_size=dims.vocab, num_layers=dims.layers, embed_dim=dims.embed,
+            num_heads=dims.heads, num_kv_heads=dims.heads, head_dim=dims.embed // dims.heads,
+            mlp_dim=dims.mlp, dtypes=FLOAT32, moe=moe,
         ),
         parallel=ParallelConfig(mesh=mesh, rules=rules, **parallel),
         data=DataConfig(
-            source=SourceConfig(kind="synthetic", vocab_size=VOCAB), sequence_length=LENGTH
+            source=SourceConfig(kind="synthetic", vocab_size=dims.vocab),
+            sequence_length=dims.length,
         ),
         optimizer=OptimizerConfig(schedule="constant"),
-        train=TrainConfig(global_batch_size=BATCH),
+        train=TrainConfig(global_batch_size=dims.batch),
     )  # fmt: skip
 
 
@@ -66,7 +70,9 @@ class Runner:
             self.state = init_state(model, optimizer, run)
             random = np.random.default_rng(0)
             self.batch = {
-                name: jax.device_put(_values(name, random, like.shape), like.sharding)
+                name: jax.device_put(
+                    _values(name, random, like.shape, run.model.vocab_size), like.sharding
+                )
                 for name, like in abstract_batch(run).items()
             }
             start = now()
@@ -83,11 +89,11 @@ class Runner:
         return now() - start
 
 
-def _values(name: str, random: Any, shape: tuple[int, ...]) -> Any:
+def _values(name: str, random: Any, shape: tuple[int, ...], vocab_size: int) -> Any:
     import numpy as np
 
     if name in ("tokens", "targets"):
-        return random.integers(0, VOCAB, shape).astype(np.int32)
+        return random.integers(0, vocab_size, shape).astype(np.int32)
     if name == "positions":
         return np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
     return np.ones(shape, np.float32 if name == "loss_weights" else np.int32)
@@ -100,10 +106,12 @@ def main() -> None:
     parser.add_argument("--mesh", nargs="*", default=[], help="axis=size")
     parser.add_argument("--experts", type=int, default=0)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--large", action="store_true", help="the model of 110M parameters")
     given = parser.parse_args()
     launch.start(given.devices)
     axes = {axis: int(size) for axis, _, size in (item.partition("=") for item in given.mesh)}
-    runner = Runner(experiment(MeshShape(**axes), given.rules, experts=given.experts))
+    dims = HUNDRED_MILLION if given.large else SMALL
+    runner = Runner(experiment(MeshShape(**axes), given.rules, dims, experts=given.experts))
     seconds = [runner() for _ in range(given.steps)][2:]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     row = {
