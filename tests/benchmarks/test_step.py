@@ -14,9 +14,9 @@ LAYOUTS = {
     "data 8": ("dp", "dp", MeshShape(data=8)),
     "fsdp 8": ("fsdp", "fsdp", MeshShape(fsdp=8)),
 }
-# By hand, fsdp 8 of the large model takes minutes a step: XLA's partitioner chooses poorly on CPU.
+# Not data 8 of the large model: eight copies of both states need more than 20 GB.
 CASES = [(SMALL, name, 7) for name in LAYOUTS]
-CASES += [(HUNDRED_MILLION, name, 4) for name in ("1 device", "data 8")]
+CASES += [(HUNDRED_MILLION, name, 4) for name in ("1 device", "fsdp 8")]
 
 
 @pytest.mark.parametrize(
