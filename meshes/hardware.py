@@ -6,6 +6,7 @@ what programs achieve of them is a matter of calibration, not of this table. Fre
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Literal
 
@@ -383,3 +384,31 @@ CATALOGUE: Mapping[str, Hardware] = {
         V4, V5E, V5P, V6E, TPU7X, A100, A100_40, H100, H200, B200, A800, H800, H20, L4, L20, RTX4090
     )
 }  # fmt: skip
+
+# What a driver calls a device -> our name; the first pattern that is found counts.
+_DEVICE_KINDS = {
+    r"TPU ?v4": "v4",
+    r"TPU ?v5( lite|e)": "v5e",
+    r"TPU ?v5": "v5p",
+    r"TPU ?v6": "v6e",
+    r"TPU ?7x": "tpu7x",
+    r"A100.*40GB": "a100_40",
+    r"A100": "a100",
+    r"A800": "a800",
+    r"H100": "h100",
+    r"H200": "h200",
+    r"H800": "h800",
+    r"H20\b": "h20",
+    r"B200": "b200",
+    r"L4\b": "l4",
+    r"L20\b": "l20",
+    r"RTX 4090\b": "rtx4090",
+}
+
+
+def identify(device_kind: str) -> Hardware | None:
+    """The entry of a real device, by `jax.Device.device_kind`; None if it has none."""
+    for pattern, name in _DEVICE_KINDS.items():
+        if re.search(pattern, device_kind):
+            return CATALOGUE[name]
+    return None

@@ -56,11 +56,14 @@ class Checkpoints:
     Args:
         directory: where; made when the first checkpoint is saved.
         keep: newest checkpoints to keep.
+        keep_best: checkpoints with the lowest scores to keep as well.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, keep: int = 2) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str], *, keep: int = 2, keep_best: int = 0
+    ) -> None:
         self.directory = pathlib.Path(directory).absolute()
-        self._keep = keep
+        self._keep, self._keep_best = keep, keep_best
         self._worker = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._pending: concurrent.futures.Future[None] | None = None
 
@@ -78,7 +81,15 @@ class Checkpoints:
         """Steps of the sealed checkpoints, oldest first; damaged ones are not told apart yet."""
         return sorted(int(p.parent.name) for p in self.directory.glob(f"[0-9]*/{_SEAL}"))
 
-    def save(self, step: int, tree: Any, extra: dict[str, Any]) -> None:
+    def ranked(self) -> list[int]:
+        """Steps of the sealed checkpoints that have a score, lowest score first."""
+        scores = {step: _score(self._path(step)) for step in self.steps()}
+        scored = [(score, step) for step, score in scores.items() if score is not None]
+        return [step for _, step in sorted(scored)]
+
+    def save(
+        self, step: int, tree: Any, extra: dict[str, Any], *, score: float | None = None
+    ) -> None:
         """Copy the arrays to the host and write them in the background.
 
         The arrays may be donated as soon as this returns. Called on every process.
@@ -87,6 +98,7 @@ class Checkpoints:
             step: what the checkpoint is called.
             tree: pytree of arrays.
             extra: a JSON value to keep beside them.
+            score: lower is better, such as the evaluation loss; None is not ranked.
 
         Raises:
             CheckpointError: the previous save failed.
@@ -101,6 +113,7 @@ class Checkpoints:
             "step": step,
             "arrays": {name: [list(x.shape), str(x.dtype)] for name, x in arrays.items()},
             "extra": extra,
+            "score": score,
         }
         try:
             with _orbax():
@@ -173,7 +186,8 @@ class Checkpoints:
         except Exception as error:
             raise CheckpointError(_failure(path, error)) from error
         if jax.process_index() == 0:
-            for step in self.steps()[: -self._keep]:
+            kept = {*self.steps()[-self._keep :], *self.ranked()[: self._keep_best]}
+            for step in set(self.steps()) - kept:
                 # The seal goes first: what is half removed never counts.
                 (self._path(step) / _SEAL).unlink(missing_ok=True)
                 shutil.rmtree(self._path(step), ignore_errors=True)
@@ -185,14 +199,16 @@ def load_params(
     *,
     prefix: str = "params",
     cast: bool = False,
+    which: str = "newest",
 ) -> tuple[int, Any]:
-    """Read only the parameters (or another part) of the newest good checkpoint.
+    """Read only the parameters (or another part) of the newest or best good checkpoint.
 
     Args:
         directory: the `checkpoints` folder of a run.
         abstract: the expected parameters with shardings.
         prefix: the part of the saved tree; `ema` is the moving average.
         cast: convert to the dtypes of `abstract` instead of insisting on the saved ones.
+        which: `newest`, `best` (the lowest score), or a step.
 
     Returns:
         The checkpoint's step, and the parameters.
@@ -201,11 +217,21 @@ def load_params(
         ValueError: no usable checkpoint, or other parameters than expected.
     """
     with Checkpoints(directory) as checkpoints:
-        for step in reversed(checkpoints.steps()):
+        steps = checkpoints.steps()
+        if which == "best":
+            candidates = checkpoints.ranked()
+        else:
+            candidates = [n for n in reversed(steps) if which in ("newest", str(n))]
+        for step in candidates:
             read = _read(checkpoints._path(step), {prefix: abstract}, part=prefix, cast=cast)
             if isinstance(read, Restored):
                 return read.step, read.tree[prefix]
             print(f"warning: skipping damaged checkpoint {step} ({read})", file=sys.stderr)
+    if steps and not candidates:
+        raise ValueError(
+            f"no checkpoint {which!r} in {directory}; there are steps {steps}, of which "
+            f"{checkpoints.ranked() or 'none'} have an evaluation loss"
+        )
     raise ValueError(f"no usable checkpoint in {directory}; train first, or name another workdir")
 
 
@@ -250,6 +276,13 @@ def _read(
         return f"its arrays cannot be read: {_first_line(error)}"
     tree = jax.tree_util.tree_map_with_path(lambda p, _: arrays[_name(p)], abstract)
     return Restored(step=seal["step"], tree=tree, extra=seal["extra"])
+
+
+def _score(path: pathlib.Path) -> float | None:
+    try:
+        return json.loads((path / _SEAL).read_text()).get("score")
+    except (OSError, ValueError):
+        return None
 
 
 def _read_seal(path: pathlib.Path) -> dict[str, Any] | str:

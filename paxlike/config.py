@@ -79,6 +79,8 @@ class InferenceConfig:
         temperature: 0 is greedy.
         top_k: keep only the k likeliest tokens; 0 is all.
         top_p: keep the smallest set of tokens with this probability; 1 is all.
+        checkpoint: which one generation and evaluation read: `newest`, `best` (the lowest
+            evaluation loss), or a step.
     """
 
     prompt: str = "def main("
@@ -86,8 +88,13 @@ class InferenceConfig:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    checkpoint: str = "newest"
 
     def __post_init__(self) -> None:
+        if self.checkpoint not in ("newest", "best") and not self.checkpoint.isdecimal():
+            raise ValueError(
+                f"inference.checkpoint is {self.checkpoint!r}; expected newest, best or a step"
+            )
         if self.max_new_tokens < 1:
             raise ValueError(
                 f"inference.max_new_tokens is {self.max_new_tokens}; expected at least 1"

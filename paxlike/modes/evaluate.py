@@ -18,7 +18,7 @@ from paxlike.training.step import build_eval_step
 
 
 def evaluate(experiment: Experiment, workdir: Path, *, quick: bool = False) -> Report:
-    """Evaluate the newest good checkpoint, or its moving average where there is one.
+    """Evaluate the checkpoint of `inference.checkpoint`; its moving average where it has one.
 
     Args:
         experiment: what was trained.
@@ -32,8 +32,9 @@ def evaluate(experiment: Experiment, workdir: Path, *, quick: bool = False) -> R
     with runtime(experiment):
         model = Model(experiment.model)
         step, params = load_params(
-            workdir / "checkpoints", concrete(model.abstract()), prefix=part, cast=True
-        )
+            workdir / "checkpoints", concrete(model.abstract()), prefix=part, cast=True,
+            which=experiment.inference.checkpoint,
+        )  # fmt: skip
         feed = Feed(experiment)
         data = open_data(experiment, feed, "eval")
         batches = itertools.islice(data.epoch(), experiment.train.eval_steps if quick else None)

@@ -1,4 +1,4 @@
-"""`--mode=generate`: continue a prompt with the newest checkpoint, streaming to the terminal."""
+"""`--mode=generate`: continue a prompt with a checkpoint, streaming to the terminal."""
 
 import sys
 import time
@@ -31,7 +31,9 @@ def generate(experiment: Experiment, workdir: Path, *, prompt: str | None = None
     rules = for_generation(experiment.parallel.rule_table)
     with runtime(experiment, rules=rules):
         model = build_model(experiment)
-        _, params = load_params(workdir / "checkpoints", model.abstract())
+        _, params = load_params(
+            workdir / "checkpoints", model.abstract(), which=experiment.inference.checkpoint
+        )
         text, measured = complete(
             experiment, model, params, prompt or experiment.inference.prompt, stream=True
         )

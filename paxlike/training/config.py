@@ -101,13 +101,17 @@ class TrainConfig:
         log_every, eval_every, checkpoint_every: steps between; 0 is never (a checkpoint is
             written at the end all the same).
         eval_steps: batches of one evaluation.
+        checkpoint_minutes: also write a checkpoint when this much time has passed since the last
+            one, as seen every `log_every` steps; 0 is never.
         keep_checkpoints: newest checkpoints to keep.
+        keep_best_checkpoints: checkpoints with the lowest evaluation loss to keep as well.
         ema_decay: decay of an exponential moving average of the parameters; None is off.
         on_bad_step: what to do when loss or gradients are not finite, or the loss exceeds
             `spike_factor` times its running mean: `stop`, keeping the last good checkpoint, or
             `skip` the update.
         spike_factor: see above; None only watches for what is not finite.
         max_bad_steps: consecutive skipped updates after which the run stops all the same.
+        wandb_project: Weights & Biases project to log to as well; "" is none.
     """
 
     num_steps: int = 100
@@ -117,11 +121,14 @@ class TrainConfig:
     eval_every: int = 0
     eval_steps: int = 8
     checkpoint_every: int = 0
+    checkpoint_minutes: float = 0.0
     keep_checkpoints: int = 2
+    keep_best_checkpoints: int = 0
     ema_decay: float | None = None
     on_bad_step: Literal["stop", "skip"] = "stop"
     spike_factor: float | None = None
     max_bad_steps: int = 10
+    wandb_project: str = ""
 
     def __post_init__(self) -> None:
         for name in (
@@ -130,9 +137,27 @@ class TrainConfig:
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name} is {getattr(self, name)}; expected at least 1")
-        for name in ("log_every", "eval_every", "checkpoint_every"):
+        for name in (
+            "log_every", "eval_every", "checkpoint_every", "checkpoint_minutes",
+            "keep_best_checkpoints",
+        ):  # fmt: skip
             if getattr(self, name) < 0:
                 raise ValueError(f"train.{name} is {getattr(self, name)}; expected at least 0")
+        if self.keep_best_checkpoints and not (
+            self.eval_every
+            and self.checkpoint_every
+            and not self.checkpoint_every % self.eval_every
+        ):
+            raise ValueError(
+                f"train.keep_best_checkpoints is {self.keep_best_checkpoints}, but checkpoints are "
+                f"written every {self.checkpoint_every} steps and evaluated every "
+                f"{self.eval_every}; make train.checkpoint_every a multiple of train.eval_every"
+            )
+        if self.checkpoint_minutes and not self.log_every:
+            raise ValueError(
+                f"train.checkpoint_minutes is {self.checkpoint_minutes}, but train.log_every is 0, "
+                "and the clock is looked at every so many steps; set it to 1 or more"
+            )
         if self.global_batch_size % self.accumulation_steps:
             raise ValueError(
                 f"train.global_batch_size is {self.global_batch_size}, which "

@@ -13,7 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
+from meshes.context import current
+from meshes.hardware import identify
+from paxlike.analysis.model_flops import training_flops
 from paxlike.checkpoint import CheckpointError, Checkpoints, is_full_disk
 from paxlike.config import Experiment
 from paxlike.model import Model
@@ -85,14 +90,18 @@ def run(
             the last one could not be.
         ValueError: checkpoint or data position do not fit the experiment.
     """
-    keep = experiment.train.keep_checkpoints
+    train = experiment.train
     with (
         Interrupt() as interrupt,
-        Checkpoints(workdir / "checkpoints", keep=keep) as checkpoints,
+        Checkpoints(
+            workdir / "checkpoints",
+            keep=train.keep_checkpoints,
+            keep_best=train.keep_best_checkpoints,
+        ) as checkpoints,
     ):
         trainer = _Trainer(model, experiment, checkpoints, interrupt)
         with (
-            MetricLog(workdir, trainer.start) as trainer.log,
+            MetricLog(workdir, trainer.start, wandb_project=train.wandb_project) as trainer.log,
             Progress(experiment.train.num_steps, trainer.start, quiet=quiet) as trainer.progress,
             Tracer(profile) as trainer.tracer,
         ):
@@ -128,12 +137,14 @@ class _Trainer:
             self.state = restored.tree
             self.data.set_state(restored.extra["data"])
         self.start = self.saved = restored.step if restored is not None else 0
+        self.saved_at = time.monotonic()
         self.train_step = build_train_step(model, optimizer, experiment)
         self.eval_step = build_eval_step(model, experiment)
         if self.config.eval_every:
             self.eval_data = open_data(experiment, self.feed, "eval")
             self.eval_start = self.eval_data.get_state()
         self.clock = StepClock()
+        self.peak_seconds = _seconds_at_peak(experiment)
 
     def run(self) -> Outcome:
         step, last, compile_seconds = self.start, self.config.num_steps, 0.0
@@ -153,13 +164,17 @@ class _Trainer:
                 batch = self.feed(next(self.data))
             self._watch(step - 1, pending)
             pending = metrics
-            if _due(step, self.config.checkpoint_every) or self._evaluates(step):
+            saves = self._saves(step)
+            if saves or self._evaluates(step):
                 self._watch(step, pending)
                 self.clock.interrupt()
                 pending = None
-                if _due(step, self.config.checkpoint_every):
+                # A checkpoint is ranked by its evaluation; otherwise it does not wait for one.
+                if saves and not self.config.keep_best_checkpoints:
                     self._save(step, position)
                 self._evaluate(step)
+                if saves and self.config.keep_best_checkpoints:
+                    self._save(step, position)
             self._tolerate_full_disk(self.checkpoints.check)
         self._watch(step, pending)
         if step > self.saved:
@@ -185,6 +200,8 @@ class _Trainer:
         if seconds is not None:
             values["step_seconds"] = seconds
             values["tokens_per_second"] = self.tokens_per_step / seconds
+            if self.peak_seconds is not None:
+                values["mfu"] = self.peak_seconds / seconds
         bad = bool(values.pop("bad"))
         streak = values.pop("bad_streak")
         if _due(step, self.config.log_every) or step == self.config.num_steps or bad:
@@ -211,7 +228,7 @@ class _Trainer:
     def _evaluates(self, step: int) -> bool:
         every = self.config.eval_every
         due = _due(step, every) or (every > 0 and step == self.config.num_steps)
-        return due and not self.log.evaluated(step)
+        return due and self.log.value(step, "eval_loss") is None
 
     def _evaluate(self, step: int) -> None:
         if not self._evaluates(step):
@@ -232,11 +249,24 @@ class _Trainer:
         self.log.write(step, {f"eval_{name}": value for name, value in values.items()})
         self.progress.say(f"step {step}: evaluation loss {values['loss']:.4f}")
 
+    def _saves(self, step: int) -> bool:
+        minutes = self.config.checkpoint_minutes
+        if _due(step, self.config.checkpoint_every) or not minutes:
+            return _due(step, self.config.checkpoint_every)
+        if not _due(step, self.config.log_every):
+            return False
+        late = time.monotonic() - self.saved_at > 60 * minutes
+        if jax.process_count() > 1:  # their clocks differ, and all must save
+            late = bool(multihost_utils.broadcast_one_to_all(np.asarray(late)))
+        return late
+
     def _save(self, step: int, position: dict[str, Any]) -> None:
         self._tolerate_full_disk(self.checkpoints.wait)
-        extra = {"data": position}
-        self._tolerate_full_disk(lambda: self.checkpoints.save(step, self.state, extra))
-        self.saved = step
+        score = self.log.value(step, "eval_loss") if self.config.keep_best_checkpoints else None
+        self._tolerate_full_disk(
+            lambda: self.checkpoints.save(step, self.state, {"data": position}, score=score)
+        )
+        self.saved, self.saved_at = step, time.monotonic()
 
     def _tolerate_full_disk(self, action: Callable[[], None]) -> None:
         try:
@@ -248,6 +278,20 @@ class _Trainer:
                 f"WARNING: {error}. THE DISK IS FULL: training goes on, older checkpoints are "
                 "intact; make room before the next checkpoint"
             )
+
+
+def _seconds_at_peak(experiment: Experiment) -> float | None:
+    """Time of a step if nothing but the model's own FLOPs took any; None where no peak is known."""
+    hardware = identify(jax.devices()[0].device_kind)
+    if hardware is None:
+        return None
+    dtype = {"bfloat16": "bf16", "float16": "f16"}.get(experiment.model.dtypes.compute, "f32")
+    flops = training_flops(
+        experiment.model,
+        sequences=experiment.train.global_batch_size,
+        length=experiment.data.sequence_length,
+    )
+    return flops / (hardware.peak_flops(dtype) * current().mesh.size)
 
 
 def _due(step: int, every: int) -> bool:

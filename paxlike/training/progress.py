@@ -46,6 +46,8 @@ class Progress:
         text = {"loss": f"{values['loss']:.4f}"}
         if speed:
             text["tokens/s"] = f"{speed:,.0f}"
+        if "mfu" in values:
+            text["MFU"] = f"{values['mfu']:.1%}"
         if not self._bar.disable:
             self._bar.set_postfix(text, refresh=False)
             self._bar.update()

@@ -7,7 +7,7 @@ import sys
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from meshes.hardware import CATALOGUE, Hardware
+from meshes.hardware import CATALOGUE, Hardware, identify
 
 ALL = list(CATALOGUE.values())
 TPUS = [hardware for hardware in ALL if hardware.kind == "tpu"]
@@ -86,3 +86,19 @@ def test_peak_by_dtype(name: str, dtype: str, peak: float):
 def test_it_is_free_of_jax():
     code = "import sys, meshes.hardware, meshes.targets; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "name"),
+    [
+        ("TPU v4", "v4"), ("TPU v5 lite", "v5e"), ("TPU v5e", "v5e"), ("TPU v5", "v5p"),
+        ("TPU v5p", "v5p"), ("TPU v6 lite", "v6e"), ("TPU7x", "tpu7x"),
+        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA H20", "h20"),
+        ("NVIDIA A100-SXM4-40GB", "a100_40"), ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA B200", "b200"), ("NVIDIA L4", "l4"), ("NVIDIA L40S", None),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"), ("cpu", None),
+    ],
+)  # fmt: skip
+def test_devices_are_recognised_by_what_drivers_call_them(device_kind, name):
+    found = identify(device_kind)
+    assert (found.name if found else None) == name

@@ -1,21 +1,29 @@
 """The loop: resuming, signals, bad steps, failing saves, and what is written down."""
 
 import dataclasses
+import itertools
 import json
 import signal
+import sys
+import time
+import types
 
 import jax
 import numpy as np
 import pytest
 
 from meshes.axes import MeshShape
+from meshes.hardware import CATALOGUE
 from paxlike import checkpoint
 from paxlike.checkpoint import CheckpointError, Checkpoints
+from paxlike.config import InferenceConfig
 from paxlike.data.config import DataConfig, SourceConfig
 from paxlike.model import Model
+from paxlike.modes.evaluate import evaluate
 from paxlike.modes.train import train
 from paxlike.runtime import runtime
 from paxlike.training import loop
+from paxlike.training.config import OptimizerConfig
 from paxlike.training.feed import Feed
 from paxlike.training.interrupt import Interrupt
 from paxlike.training.loop import BadStepError
@@ -227,9 +235,9 @@ def test_metrics_beyond_the_restored_step_are_dropped(tmp_path):
     lines = [json.dumps({"step": n, "loss": n / 7}) for n in (1, 2, 3)]
     (tmp_path / FILE).write_text("\n".join(lines) + '\n{"step": 4, "lo')
     with MetricLog(tmp_path, 2) as log:
-        assert log.newest() == {"step": 2, "loss": 2 / 7} and not log.evaluated(2)
+        assert log.newest() == {"step": 2, "loss": 2 / 7} and log.value(2, "eval_loss") is None
         log.write(3, {"eval_loss": 0.1})
-        assert log.evaluated(3)
+        assert log.value(3, "eval_loss") == 0.1
     assert read_metrics(tmp_path) == [
         {"step": 1, "loss": 1 / 7}, {"step": 2, "loss": 2 / 7}, {"step": 3, "eval_loss": 0.1}
     ]  # fmt: skip
@@ -248,3 +256,104 @@ def test_outcome_state_is_the_saved_one(tmp_path):
         outcome = loop.run(Model(config.model), config, tmp_path, quiet=True)
     assert outcome.step == 12
     jax.tree.map(np.testing.assert_array_equal, outcome.state, final_arrays(config, tmp_path)[1])
+
+
+def test_the_best_checkpoints_are_kept_and_found(tmp_path):
+    """A learning rate that grows too large: the best evaluation is not the last."""
+    config = experiment(
+        optimizer=OptimizerConfig(learning_rate=3.0, warmup_steps=10, clip_norm=None),
+        eval_every=2, checkpoint_every=2, keep_checkpoints=1, keep_best_checkpoints=2,
+    )  # fmt: skip
+    train(config, tmp_path, quiet=True)
+    losses = {r["step"]: r["eval_loss"] for r in rows(tmp_path) if "eval_loss" in r and r["step"]}
+    best = sorted(losses, key=losses.__getitem__)
+    assert best[0] != 12
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        assert checkpoints.ranked() == [n for n in best if n in {*best[:2], 12}]
+        assert checkpoints.steps() == sorted({*best[:2], 12})
+    for which, step in (("best", best[0]), ("newest", 12), (str(best[1]), best[1])):
+        inference = InferenceConfig(checkpoint=which)
+        report = evaluate(dataclasses.replace(config, inference=inference), tmp_path)
+        assert report.results["step"] == step
+    inference = InferenceConfig(checkpoint="3")
+    with pytest.raises(ValueError, match=r"no checkpoint '3' .* there are steps \["):
+        evaluate(dataclasses.replace(config, inference=inference), tmp_path)
+
+
+def test_checkpoints_by_the_clock(tmp_path, monkeypatch):
+    """A clock that advances 20 s whenever it is read: a save every 4 steps."""
+    clock = itertools.count(step=20)
+    patched = types.SimpleNamespace(
+        monotonic=lambda: float(next(clock)), perf_counter=time.perf_counter
+    )
+    monkeypatch.setattr(loop, "time", patched)
+    train(experiment(checkpoint_minutes=1.0, keep_checkpoints=9), tmp_path, quiet=True)
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        assert checkpoints.steps() == [4, 8, 12]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(keep_best_checkpoints=1, checkpoint_every=4), "every 4 steps and evaluated every 0"),
+        (dict(keep_best_checkpoints=1, checkpoint_every=4, eval_every=3), "a multiple of"),
+        (dict(checkpoint_minutes=1.0, log_every=0), "log_every is 0"),
+        (dict(checkpoint_minutes=-1.0), "checkpoint_minutes is -1.0"),
+    ],
+)
+def test_checkpoint_settings_that_cannot_work(changes, message):
+    with pytest.raises(ValueError, match=message):
+        experiment(**changes)
+
+
+def test_model_flops_utilisation_where_the_peak_is_known(tmp_path, monkeypatch):
+    """A step at the peak of eight such devices would take mfu * step_seconds."""
+    monkeypatch.setattr(loop, "identify", lambda kind: CATALOGUE["h100"])
+    config = experiment()
+    train(config, tmp_path, quiet=True)
+    tokens = 8 * 32
+    weights = 2 * (16 * (4 + 2 + 2) * 8 + 32 * 16 + 3 * 16 * 32) + 16 * 64
+    attention = 2 * (2 * 4 * 8 * 32 / 2)  # two products, half the sequence on average
+    flops = 6 * tokens * (weights + attention)
+    timed = [row for row in read_metrics(tmp_path) if "step_seconds" in row]
+    assert len(timed) == 11
+    for row in timed:
+        ideal = flops / (8 * CATALOGUE["h100"].bf16_flops / 2)  # TF32: half of bfloat16
+        # The count takes norms for matrices: a rounding error, except in so small a model.
+        assert row["mfu"] * row["step_seconds"] == pytest.approx(ideal, rel=0.02)
+
+
+def test_weights_and_biases_get_every_row(tmp_path, monkeypatch):
+    """The package is an optional extra: what it is told is recorded."""
+    said = []
+
+    class Run:
+        def log(self, values, step):
+            said.append({"step": step, **values})
+
+        def finish(self, exit_code):
+            said.append(exit_code)
+
+    def init(**arguments):
+        said.append(arguments)
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    config = experiment(num_steps=3, wandb_project="layouts")
+    train(config, tmp_path / "run", quiet=True)
+    first, *logged, code = said
+    assert (first["project"], first["name"], first["resume"]) == ("layouts", "run", "allow")
+    assert logged == read_metrics(tmp_path / "run") and code == 0
+    said.clear()
+    train(dataclasses.replace(config, train=longer(config, 4)), tmp_path / "run", quiet=True)
+    assert said[0]["id"] == first["id"] and [row["step"] for row in said[1:-1]] == [4]
+
+
+def test_weights_and_biases_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="train.wandb_project needs .* pip install wandb"):
+        train(experiment(wandb_project="layouts"), tmp_path, quiet=True)
+
+
+def longer(config, num_steps):
+    return dataclasses.replace(config.train, num_steps=num_steps)
