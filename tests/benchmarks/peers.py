@@ -72,8 +72,9 @@ print(json.dumps({"median_seconds": statistics.median(seconds[2:]), "peak_rss_by
 """
 
 
-def ours(python: str, mesh: str) -> dict[str, float]:
+def ours(python: str, mesh: str, *more: str) -> dict[str, float]:
     devices, flags, _ = MESHES[mesh]
+    flags = [*flags, *more]
     command = [python, "-m", "tests.benchmarks.small_step", f"--devices={devices}", *flags]
     out = subprocess.run([*command, f"--steps={STEPS}"], capture_output=True, text=True, check=True)
     return json.loads(out.stdout.splitlines()[-1])
@@ -138,6 +139,8 @@ def main() -> None:
     for mesh in given.meshes.split(","):
         runs: dict[str, Callable[[], dict[str, float]]] = {}
         runs["paxlike"] = lambda mesh=mesh: ours(sys.executable, mesh)
+        if mesh == "one":  # torch has no loop over layers either
+            runs["unrolled"] = lambda mesh=mesh: ours(sys.executable, mesh, "--unrolled")
         if given.maxtext:
             runs["maxtext"] = lambda mesh=mesh: maxtext(given.maxtext, mesh)
         if given.torch and mesh == "one":

@@ -107,11 +107,16 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=0)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--large", action="store_true", help="the model of 110M parameters")
+    parser.add_argument("--unrolled", action="store_true", help="layers written out, not scanned")
     given = parser.parse_args()
     launch.start(given.devices)
     axes = {axis: int(size) for axis, _, size in (item.partition("=") for item in given.mesh)}
     dims = HUNDRED_MILLION if given.large else SMALL
-    runner = Runner(experiment(MeshShape(**axes), given.rules, dims, experts=given.experts))
+    run = experiment(
+        MeshShape(**axes), given.rules, dims, experts=given.experts,
+        scan_layers=not given.unrolled,
+    )  # fmt: skip
+    runner = Runner(run)
     seconds = [runner() for _ in range(given.steps)][2:]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     row = {
