@@ -112,7 +112,7 @@ class Hardware:
 
     name: str
     title: str
-    kind: Literal["tpu", "gpu"]
+    kind: Literal["tpu", "gpu", "cpu"]
     bf16_flops: float
     fp8_flops: float | None = None
     int8_flops: float | None = None
@@ -376,6 +376,18 @@ RTX4090 = dataclasses.replace(
     bf16_flops=165e12, fp8_flops=330e12, int8_flops=660e12,
     hbm_bytes=24_000_000_000, hbm_bytes_per_second=1008e9, fast_memory_bytes=72 * MIB,
     clock_hertz=2.52e9, **_NO_SWITCH,
+)  # fmt: skip
+
+# A virtual device of this machine has no data sheet. Times on round figures order plans; they are
+# no forecast. Not in the catalogue: `cpu:8` is executed, not looked up.
+NOMINAL_CPU = Hardware(
+    name="cpu", title="a virtual CPU device (round figures: 100 GFLOP/s, 10 GB/s)", kind="cpu",
+    bf16_flops=100e9, float32_fraction=1.0,
+    hbm_bytes=16 * GIB, hbm_bytes_per_second=10e9, fast_memory_bytes=MIB, clock_hertz=3e9,
+    launch_seconds=0.0, devices_per_host=1024,
+    pcie=Link(bytes_per_second=10e9, latency_seconds=1e-5, source="assumed"),
+    network=Link(bytes_per_second=10e9, latency_seconds=1e-5, source="assumed"),
+    sources={"bf16_flops": "assumed", "hbm_bytes_per_second": "assumed"},
 )  # fmt: skip
 
 CATALOGUE: Mapping[str, Hardware] = {

@@ -22,6 +22,16 @@ _COLLECTIVE_COLUMNS = (
     "kind", "mesh_axes", "count", "bytes_per_device", "dtype", "phase", "hidden_fraction", "where"
 )  # fmt: skip
 
+# Divisions of a step's time -> how their rows begin.
+_DIVISIONS = {
+    "by_limit_seconds": "bound by",
+    "by_class_seconds": "class",
+    "by_scope_seconds": "scope",
+    "exposed_by_axis_seconds": "waiting for axes",
+    "exposed_by_scope_seconds": "waiting in scope",
+}
+_MOST_ROWS = 12
+
 Fits = Literal["safe", "try", "no"]
 How = Literal["executed", "counted", "predicted", "simulated"]
 Verdict = Literal["reproduced", "differs", "not measured"]
@@ -53,6 +63,29 @@ class Compute:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Breakdown:
+    """Where the time of a step goes on one device; predicted and measured in the same terms.
+
+    Attributes:
+        by_scope_seconds: named scope -> time, waits for its collectives included.
+        by_class_seconds: matmul, kernel, other, copy, collective (exposed) -> time.
+        by_limit_seconds: compute, memory, overhead, communication:<axes> -> time; not measured.
+        exposed_by_axis_seconds: mesh axes -> time that the device waited for them; not measured.
+        exposed_by_scope_seconds: named scope -> time that the device waited for its collectives.
+        hidden_communication_seconds: collectives beside computation.
+        idle_seconds: the device did nothing.
+    """
+
+    by_scope_seconds: Mapping[str, float]
+    by_class_seconds: Mapping[str, float]
+    by_limit_seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    exposed_by_axis_seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    exposed_by_scope_seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    hidden_communication_seconds: float = 0.0
+    idle_seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Predicted:
     """A time that was not measured, and what it rests on."""
 
@@ -61,6 +94,7 @@ class Predicted:
     mfu: float
     bound_by: str
     basis: str
+    breakdown: Breakdown | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,10 +116,11 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What was timed here: the steady steps, and the tokens of all devices together."""
+    """What was timed here: the steady steps, the tokens of all devices together, a traced step."""
 
     step_seconds: Spread | None = None
     tokens_per_second: float | None = None
+    breakdown: Breakdown | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,8 +228,9 @@ class Report:
             f"{self.date}; " + ", ".join(f"{name} {v}" for name, v in self.versions.items()),
             *self.notes,
             _section("Results", _rows(self.results)),
-            _section("Measured", _rows(_flat(to_json(self.measured, Measured)))),
-            _section("Predicted", _rows(_flat(to_json(self.predicted, Predicted)))),
+            _section("Measured", _rows(_without_breakdown(self.measured))),
+            _section("Predicted", _rows(_without_breakdown(self.predicted))),
+            _section("Where the time goes", self._breakdown_table()),
             _section("Memory of a device", self._memory_table()),
             _section("Compute", _rows(_flat(to_json(self.compute, Compute)))),
             _section("Collectives", _table(self.collectives, _COLLECTIVE_COLUMNS)),
@@ -202,6 +238,26 @@ class Report:
             "\n\n".join(f"![{Path(plot).stem}]({plot})" for plot in self.plots),
         ]
         return "\n\n".join(part for part in parts if part) + "\n"
+
+    def _breakdown_table(self) -> str:
+        """Predicted and measured time side by side, the longest first, of each division."""
+        sides = {
+            side: section.breakdown
+            for side, section in (("predicted", self.predicted), ("measured", self.measured))
+            if section is not None and section.breakdown is not None
+        }
+        lines = ["| | " + " | ".join(sides) + " |", "| --- " * (len(sides) + 1) + "|"]
+        for field in _DIVISIONS:
+            columns = [getattr(breakdown, field) for breakdown in sides.values()]
+            names = sorted(
+                {name for column in columns for name in column},
+                key=lambda name: (-max(column.get(name, 0) for column in columns), name),
+            )
+            shown = [name for name in names if any(column.get(name) for column in columns)]
+            for name in shown[:_MOST_ROWS]:
+                times = (readable("seconds", column.get(name, 0.0)) for column in columns)
+                lines.append(f"| {_DIVISIONS[field]} {name or '-'} | " + " | ".join(times) + " |")
+        return "\n".join(lines) if sides and len(lines) > 2 else ""
 
     def _memory_table(self) -> str:
         if self.memory is None:
@@ -274,6 +330,13 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     for name, item in value.items():
         flat |= _flat(item, f"{prefix}.{name}" if prefix else name)
     return flat
+
+
+def _without_breakdown(section: Predicted | Measured | None) -> dict[str, Any]:
+    if section is None:
+        return {}
+    plain = dataclasses.replace(section, breakdown=None)
+    return _flat(to_json(plain, type(plain)))
 
 
 def _section(title: str, body: str) -> str:

@@ -81,13 +81,17 @@ class Collective:
         return self.phase != "forward"
 
 
-def table(program: Module | str, mesh: Any) -> list[Collective]:
+def table(
+    program: Module | str, mesh: Any, hidden: Mapping[str, float] | None = None
+) -> list[Collective]:
     """List the collectives of a program, equal ones summed, in the order they first run.
 
     Args:
       program: the optimised HLO, as text or parsed.
       mesh: a `jax.sharding.Mesh` or `AbstractMesh`, or a mapping from axis name to size in mesh
         order. Its devices must be those that the program was compiled for, in the same order.
+      hidden: name of a collective's instruction -> part of its time that is hidden, from
+        `timeline.simulate`. A row's fraction is the mean over its bytes.
 
     Returns:
       Rows that differ in anything but count and bytes.
@@ -106,10 +110,18 @@ def table(program: Module | str, mesh: Any) -> list[Collective]:
     sites = walk(module, weigh=lambda branch: _sent(module, branch, axes))
     rows: dict[Collective, Collective] = {}
     for site in sites:
+        fraction = _hidden(site, hidden) if hidden is not None else None
         for row in at(module, site, axes):
             key = dataclasses.replace(row, count=0, bytes_per_device=0, payload_bytes=0)
+            row = dataclasses.replace(row, hidden_fraction=fraction)
             rows[key] = _add(rows[key], row) if key in rows else row
     return list(rows.values())
+
+
+def _hidden(site: Site, hidden: Mapping[str, float]) -> float | None:
+    """Hidden part of a collective, which goes by the name of the operation that starts it."""
+    caller = site.caller.instruction.name if site.caller else ""
+    return hidden.get(site.instruction.name, hidden.get(caller))
 
 
 def mesh_axes(mesh: Any) -> Axes:
@@ -183,11 +195,17 @@ def format_table(rows: Sequence[Collective]) -> str:
 
 
 def _add(left: Collective, right: Collective) -> Collective:
+    fraction = left.hidden_fraction
+    payload = left.payload_bytes + right.payload_bytes
+    if fraction is not None and right.hidden_fraction is not None and payload:
+        weighed = fraction * left.payload_bytes + right.hidden_fraction * right.payload_bytes
+        fraction = weighed / payload
     return dataclasses.replace(
         left,
         count=left.count + right.count,
         bytes_per_device=left.bytes_per_device + right.bytes_per_device,
-        payload_bytes=left.payload_bytes + right.payload_bytes,
+        payload_bytes=payload,
+        hidden_fraction=fraction,
     )
 
 

@@ -1,8 +1,9 @@
 """`--mode=compile`: what a step needs and does on hardware that need not be there.
 
 Shows where each parameter lies, lowers and compiles one step for a target, from shapes alone, and
-reports the memory of a device against its capacity, the collectives by mesh axis and scope, and the
-FLOPs. The table of parameters is also in `sharding.txt`.
+reports the memory of a device against its capacity, the collectives by mesh axis and scope, the
+FLOPs, and the predicted time of the step. The table of parameters is also in `sharding.txt`; the
+predicted timeline is in `trace/timeline.json` (open it in ui.perfetto.dev) and `timeline.png`.
 """
 
 from collections.abc import Mapping
@@ -12,8 +13,7 @@ from meshes import targets
 from meshes.hardware import CATALOGUE, Hardware
 from meshes.presets import for_generation
 from meshes.targets import Target
-from paxlike.analysis import collectives, hlo
-from paxlike.analysis.cost import operations
+from paxlike.analysis import trace
 from paxlike.analysis.model_flops import forward_flops, mean_context, training_flops
 from paxlike.compilation import (
     DoesNotFitError,
@@ -28,6 +28,7 @@ from paxlike.compilation import (
 from paxlike.config import Experiment
 from paxlike.describe import describe
 from paxlike.model import build_model
+from paxlike.prediction import predict
 from paxlike.report import Compute, Fits, Memory, Report
 from paxlike.runtime import here, runtime
 
@@ -83,38 +84,47 @@ def compile_(
         else:
             if dump_hlo:
                 (workdir / f"{step}.hlo.txt").write_text(program.text)
-            report = _report(experiment, step, place, program, active.mesh)
+            report = _report(experiment, step, place, program, active.mesh, workdir)
     if not quiet:
         print(report.markdown(), end="")
     return report
 
 
 def _report(
-    experiment: Experiment, step: Step, target: Target | None, program: Program, mesh: object
+    experiment: Experiment,
+    step: Step,
+    target: Target | None,
+    program: Program,
+    mesh: object,
+    workdir: Path,
 ) -> Report:
-    module = hlo.parse(program.text)
-    rows = collectives.table(module, mesh)
-    work = operations(module)
+    flops = _model_flops(experiment, step)
+    prediction = predict(program.text, mesh, target, model_flops=flops)
+    title = f"{experiment.name}, {step} step on {target.text if target else here()}"
+    trace.write(prediction.timeline, title, workdir / "trace" / "timeline.json")
+    trace.plot(prediction.timeline, title, workdir / "timeline.png")
     notes = _notes(target)
-    if not all(row.exact for row in work):
+    if not prediction.timeline.exact:
         notes += ("A loop's trip count depends on data: its body is counted once.",)
     return Report(
         experiment=experiment.name,
         mode="compile",
         target=target.text if target else here(),
         memory=_verdict(program.memory, target.hardware if target else None),
-        collectives=tuple(sorted(rows, key=lambda row: -row.bytes_per_device)),
+        collectives=prediction.collectives,
         compute=Compute(
-            flops_per_device=sum(row.flops for row in work),
-            model_flops=_model_flops(experiment, step),
-            hbm_bytes_per_device=sum(row.bytes for row in work),
+            flops_per_device=prediction.timeline.flops,
+            model_flops=flops,
+            hbm_bytes_per_device=prediction.timeline.hbm_bytes,
         ),
+        predicted=prediction.predicted,
         results={
             "step": step,
             "trace_seconds": program.trace_seconds,
             "compile_seconds": program.compile_seconds,
         },
         notes=notes,
+        plots=("timeline.png",),
     )
 
 

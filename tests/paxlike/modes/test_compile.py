@@ -80,6 +80,25 @@ def test_the_step_is_counted(train):
     assert sent == sorted(sent, reverse=True)
 
 
+def test_the_step_is_predicted(train):
+    """On round figures; its division is complete, and names mesh axes and scopes."""
+    predicted = train.predicted
+    assert predicted.basis.startswith("compiled schedule + cost model v1; a virtual CPU device")
+    parts = predicted.breakdown
+    assert sum(parts.by_limit_seconds.values()) == pytest.approx(predicted.step_seconds)
+    assert sum(parts.by_scope_seconds.values()) == pytest.approx(predicted.step_seconds, rel=0.01)
+    assert sum(parts.exposed_by_axis_seconds.values()) == pytest.approx(
+        predicted.exposed_communication_seconds
+    )
+    assert {"fsdp", "tensor"} <= set(parts.exposed_by_axis_seconds)
+    assert {"layer.mlp.up", "layer.attention.out"} <= set(parts.exposed_by_scope_seconds)
+    assert all(row.hidden_fraction is not None for row in train.collectives)
+    peak = 100e9 * 8  # of the round figures
+    mfu = train.compute.model_flops / peak / predicted.step_seconds
+    assert predicted.mfu == pytest.approx(mfu)
+    assert "| waiting for axes tensor |" in train.markdown()
+
+
 def test_flops_are_those_of_the_model(tmp_path):
     """Without attention's masked half, its recomputation and remat, both counts agree."""
     wide = small(MeshShape(data=8), "dp", mlp_dim=4096, causal=False)
@@ -175,7 +194,14 @@ def test_from_the_command_line(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "sharding.txt").read_text() in out
     data = json.loads((tmp_path / "report.json").read_text())
     assert data["target"] == "cpu:8" and data["results"]["step"] == "decode"
+    names = {event["name"] for event in _trace(tmp_path)["traceEvents"]}
+    assert "thread_name" in names
+    assert (tmp_path / "timeline.png").exists()
     assert Report.read(tmp_path).memory.per_device_bytes == data["memory"]["per_device_bytes"]
+
+
+def _trace(workdir):
+    return json.loads((workdir / "trace" / "timeline.json").read_text())
 
 
 @pytest.fixture
@@ -192,6 +218,7 @@ def test_tpu(quiet_libtpu, tmp_path):
     report = compile_(ON_TWO, tmp_path, target="v5e:2x2", quiet=True)
     assert report.memory.fits == "safe"
     assert report.memory.capacity_bytes == 16 * 2**30
+    assert report.predicted.basis == "compiled schedule + cost model v1"
     assert {axis for row in report.collectives for axis in row.mesh_axes} == {"fsdp", "tensor"}
 
 
