@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paxlike.analysis.collectives import Collective
+from paxlike.analysis.liveness import LiveBuffer, Peak
 from paxlike.serialization import from_json, to_json
 from paxlike.workdir import write_atomically
 
@@ -38,6 +39,42 @@ Verdict = Literal["reproduced", "differs", "not measured"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PeakMemory:
+    """What the temporaries are when they take most, from the live ranges of the schedule.
+
+    Attributes:
+        simulated_bytes: of all buffers that live then.
+        compiler_bytes: what the compiler says of temporaries and results.
+        deviation_fraction: of the simulation from the compiler.
+        where: named scope that runs then.
+        by_category_bytes: gradients, collectives (their results), activations, other -> bytes.
+        by_scope_bytes: named scope that writes the buffers -> bytes.
+        buffers: the largest.
+    """
+
+    simulated_bytes: int
+    compiler_bytes: int
+    deviation_fraction: float
+    where: str
+    by_category_bytes: Mapping[str, int]
+    by_scope_bytes: Mapping[str, int]
+    buffers: tuple[LiveBuffer, ...]
+
+    @classmethod
+    def of(cls, peak: Peak, compiler_bytes: int, most: int = 20) -> "PeakMemory":
+        """Report a peak, with so many of its buffers, beside the compiler's number."""
+        return cls(
+            simulated_bytes=peak.bytes,
+            compiler_bytes=compiler_bytes,
+            deviation_fraction=peak.bytes / compiler_bytes - 1 if compiler_bytes else 0.0,
+            where=peak.where,
+            by_category_bytes=peak.by_category(),
+            by_scope_bytes=peak.by_scope(),
+            buffers=peak.buffers[:most],
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
     """Memory of one device.
 
@@ -46,11 +83,13 @@ class Memory:
             total) -> bytes.
         capacity_bytes: what the device has; None where it is unknown.
         fits: `safe`, `try` (close to the capacity) or `no`; None where the capacity is unknown.
+        peak: what the temporaries are; None where the program is unknown.
     """
 
     per_device_bytes: Mapping[str, int]
     capacity_bytes: int | None = None
     fits: Fits | None = None
+    peak: PeakMemory | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -232,6 +271,7 @@ class Report:
             _section("Predicted", _rows(_without_breakdown(self.predicted))),
             _section("Where the time goes", self._breakdown_table()),
             _section("Memory of a device", self._memory_table()),
+            _section("Temporaries at the peak", self._peak_table()),
             _section("Compute", _rows(_flat(to_json(self.compute, Compute)))),
             _section("Collectives", _table(self.collectives, _COLLECTIVE_COLUMNS)),
             _section("Claims", _table(self.claims)),
@@ -270,6 +310,27 @@ class Report:
         if self.memory.fits is not None:
             rows["fits"] = self.memory.fits
         return _rows(rows)
+
+    def _peak_table(self) -> str:
+        peak = self.memory.peak if self.memory is not None else None
+        if peak is None:
+            return ""
+        rows = {
+            "live ranges_bytes": peak.simulated_bytes,
+            "compiler_bytes": peak.compiler_bytes,
+            "deviation fraction": peak.deviation_fraction,
+            "running then": peak.where or "-",
+        }
+        rows |= {f"of it {name}_bytes": size for name, size in peak.by_category_bytes.items()}
+        scopes = list(peak.by_scope_bytes.items())[:_MOST_ROWS]
+        rows |= {f"written by {name or '-'} _bytes": size for name, size in scopes}
+        lines = [
+            f"| {name.replace('_bytes', '')} | {readable(name, x)} |" for name, x in rows.items()
+        ]
+        return "\n".join(
+            ["| quantity | value |", "| --- | --- |", *lines, "", "The largest buffers:", "",
+             _table(peak.buffers[:_MOST_ROWS])]
+        )  # fmt: skip
 
 
 def versions() -> dict[str, str]:

@@ -310,7 +310,7 @@ def _piece_scope(module: Module, site: Site, offset: int) -> Scope:
             callee = module.computations[callee_name(user)]
             cut = _behind_views(callee, callee.instructions[callee.root])
         if cut.opcode == "slice" and cut.integers("slice")[0] == offset:
-            found = _nearest(computation, user, upwards=False)
+            found = nearest_scope(computation, user, upwards=False)
             if found:
                 return found
     return _scope(site, None)
@@ -342,13 +342,13 @@ def _scope(site: Site, index: int | None) -> Scope:
     if own.path:
         return own
     for upwards in (False, True):
-        found = _nearest(site.computation, site.instruction, upwards)
+        found = nearest_scope(site.computation, site.instruction, upwards)
         if found:
             return Scope(found.path, own.phase) if op_name else found
     return own
 
 
-def _nearest(computation: Computation, start: Instruction, upwards: bool) -> Scope | None:
+def nearest_scope(computation: Computation, start: Instruction, upwards: bool) -> Scope | None:
     """Breadth-first search for a scope among consumers, or producers if `upwards`."""
     level, seen = [start], {start.name}
     for _ in range(_SEARCH_DEPTH):

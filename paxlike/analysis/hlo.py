@@ -6,7 +6,7 @@ often, and on what. `parse` reads the text of `compiled.as_text()` in one pass o
 to 0.12.
 
 Limits: layouts are dropped, except the memory space; constants keep only short literals; control
-dependencies and aliasing are not read.
+dependencies are not read.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _PARENTHESES = re.compile(r"[()]")
 _HEADER = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*\(.*->.*\{\s*$")
 _ASSIGNMENT = re.compile(r"\s+(ROOT\s+)?%?([\w.\-]+) = ")
 _NAME = re.compile(r"%([\w.\-]+)")
+_DONATED = re.compile(r"\{([\d, ]*)\}: \((\d+), \{\}, m[a-z]+-alias\)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|true_computation|false_computation|branch_computations|"
@@ -189,7 +190,11 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Module:
-    """A parsed HLO module. `num_devices` is partitions x replicas."""
+    """A parsed HLO module. `num_devices` is partitions x replicas.
+
+    `donated` maps an element of the entry's result (its index path) to the parameter whose memory
+    it takes.
+    """
 
     name: str
     entry: str
@@ -197,6 +202,7 @@ class Module:
     num_partitions: int
     num_replicas: int
     is_scheduled: bool
+    donated: Mapping[tuple[int, ...], int] = dataclasses.field(default_factory=dict)
 
     @property
     def num_devices(self) -> int:
@@ -245,6 +251,10 @@ def parse(text: str) -> Module:
         num_partitions=_header_count(header.group(2), "num_partitions"),
         num_replicas=_header_count(header.group(2), "replica_count"),
         is_scheduled="is_scheduled=true" in header.group(2),
+        donated={
+            tuple(int(number) for number in re.findall(r"\d+", index)): int(parameter)
+            for index, parameter in _DONATED.findall(header.group(2))
+        },
     )
 
 

@@ -6,14 +6,17 @@ FLOPs, and the predicted time of the step. The table of parameters is also in `s
 predicted timeline is in `trace/timeline.json` (open it in ui.perfetto.dev) and `timeline.png`.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+
+import jax
 
 from meshes import targets
 from meshes.hardware import CATALOGUE, Hardware
 from meshes.presets import for_generation
 from meshes.targets import Target
-from paxlike.analysis import trace
+from paxlike.analysis import hlo, liveness, trace
 from paxlike.analysis.model_flops import forward_flops, mean_context, training_flops
 from paxlike.compilation import (
     DoesNotFitError,
@@ -29,7 +32,7 @@ from paxlike.config import Experiment
 from paxlike.describe import describe
 from paxlike.model import build_model
 from paxlike.prediction import predict
-from paxlike.report import Compute, Fits, Memory, Report
+from paxlike.report import Compute, Fits, Memory, PeakMemory, Report
 from paxlike.runtime import here, runtime
 
 STEPS: tuple[Step, ...] = ("train", "prefill", "decode")
@@ -84,7 +87,7 @@ def compile_(
         else:
             if dump_hlo:
                 (workdir / f"{step}.hlo.txt").write_text(program.text)
-            report = _report(experiment, step, place, program, active.mesh, workdir)
+            report = _report(experiment, step, place, given, program, active.mesh, workdir)
     if not quiet:
         print(report.markdown(), end="")
     return report
@@ -94,12 +97,14 @@ def _report(
     experiment: Experiment,
     step: Step,
     target: Target | None,
+    given: Inputs,
     program: Program,
     mesh: object,
     workdir: Path,
 ) -> Report:
     flops = _model_flops(experiment, step)
-    prediction = predict(program.text, mesh, target, model_flops=flops)
+    module = hlo.parse(program.text)
+    prediction = predict(module, mesh, target, model_flops=flops)
     title = f"{experiment.name}, {step} step on {target.text if target else here()}"
     trace.write(prediction.timeline, title, workdir / "trace" / "timeline.json")
     trace.plot(prediction.timeline, title, workdir / "timeline.png")
@@ -110,7 +115,10 @@ def _report(
         experiment=experiment.name,
         mode="compile",
         target=target.text if target else here(),
-        memory=_verdict(program.memory, target.hardware if target else None),
+        memory=dataclasses.replace(
+            _verdict(program.memory, target.hardware if target else None),
+            peak=_peak(module, given, program),
+        ),
         collectives=prediction.collectives,
         compute=Compute(
             flops_per_device=prediction.timeline.flops,
@@ -126,6 +134,14 @@ def _report(
         notes=notes,
         plots=("timeline.png",),
     )
+
+
+def _peak(module: hlo.Module, given: Inputs, program: Program) -> PeakMemory:
+    params = jax.tree.leaves(given.parts["params"])
+    shapes = {tuple(leaf.sharding.shard_shape(leaf.shape)) for leaf in params}
+    sizes = program.memory
+    compiler_bytes = sizes.get("temporaries", 0) + sizes.get("outputs", 0)
+    return PeakMemory.of(liveness.peak(module, shapes), compiler_bytes)
 
 
 def _verdict(per_device_bytes: Mapping[str, int], hardware: Hardware | None) -> Memory:

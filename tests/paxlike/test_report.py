@@ -4,17 +4,27 @@ import json
 
 import pytest
 
+from paxlike.analysis.liveness import LiveBuffer, Peak
 from paxlike.report import (
+    Breakdown,
     Claim,
     Collective,
     Compute,
     Measured,
     Memory,
+    PeakMemory,
     Predicted,
     Report,
     Spread,
     readable,
 )
+
+LIVE = (
+    LiveBuffer(
+        bytes=6000, shape="f32[1500]", category="activations", where="head", phase="forward",
+        name="dot.1",
+    ),
+)  # fmt: skip
 
 
 def full_report(mode: str = "train") -> Report:
@@ -26,6 +36,7 @@ def full_report(mode: str = "train") -> Report:
             per_device_bytes={"params": 1_500_000, "total": 3_000_000},
             capacity_bytes=16 * 10**9,
             fits="safe",
+            peak=PeakMemory.of(Peak(bytes=6000, during=("w",), where="head", buffers=LIVE), 5000),
         ),
         collectives=(
             Collective(
@@ -38,8 +49,17 @@ def full_report(mode: str = "train") -> Report:
         predicted=Predicted(
             step_seconds=0.0123, exposed_communication_seconds=2e-5, mfu=0.43,
             bound_by="compute", basis="compiled schedule + cost model v1",
+            breakdown=Breakdown(
+                by_scope_seconds={"layer.mlp": 0.012}, by_class_seconds={"matmul": 0.011},
+                by_limit_seconds={"compute": 0.0123}, idle_seconds=0.0,
+            ),
         ),
-        measured=Measured(step_seconds=Spread.of([3.0, 1.0, 2.0]), tokens_per_second=12345.6),
+        measured=Measured(
+            step_seconds=Spread.of([3.0, 1.0, 2.0]), tokens_per_second=12345.6,
+            breakdown=Breakdown(
+                by_scope_seconds={"layer.mlp": 0.013}, by_class_seconds={"matmul": 0.01},
+            ),
+        ),
         claims=(
             Claim(
                 id="T1", paper_ref="Table 1", statement="half | the bytes", paper_value=0.5,
@@ -57,7 +77,7 @@ def test_the_schema_is_that_of_the_design(tmp_path):
     data = json.loads((tmp_path / "report.json").read_text())
     assert data["schema"] == 1
     assert {"experiment", "mode", "target", "versions", "date"} <= set(data)
-    assert set(data["memory"]) == {"per_device_bytes", "capacity_bytes", "fits"}
+    assert set(data["memory"]) == {"per_device_bytes", "capacity_bytes", "fits", "peak"}
     assert set(data["collectives"][0]) >= {
         "kind", "mesh_axes", "count", "bytes_per_device", "hidden_fraction", "where"
     }  # fmt: skip
@@ -89,6 +109,9 @@ def test_the_reader_gets_units():
         "| params | 1.5 MB |", "| capacity | 16 GB |", "| flops per device | 2 TFLOP |",
         "| step | 12.3 ms |", "| exposed communication | 20 us |", "| mfu | 43.0% |",
         "| step median | 2 s |", "| tokens per second | 12,346 tokens/s |",
+        "| scope layer.mlp | 12 ms | 13 ms |", "| bound by compute | 12.3 ms | 0 us |",
+        "| deviation fraction | 20.0% |", "| of it activations | 6 kB |",
+        "| 6 kB | f32[1500] | activations | head | forward | dot.1 |",
         "| corpus documents | 1,234 |", "half \\| the bytes", "| data, seq |", "![loss](loss.png)",
     ):  # fmt: skip
         assert row in text, f"{row}\n{text}"

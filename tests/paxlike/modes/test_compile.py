@@ -99,6 +99,19 @@ def test_the_step_is_predicted(train):
     assert "| waiting for axes tensor |" in train.markdown()
 
 
+def test_the_peak_is_taken_apart(train):
+    """Beside the compiler's own number; every byte has a category."""
+    peak = train.memory.peak
+    sizes = train.memory.per_device_bytes
+    assert peak.compiler_bytes == sizes["temporaries"] + sizes["outputs"]
+    assert abs(peak.deviation_fraction) < 0.05
+    assert sum(peak.by_category_bytes.values()) == peak.simulated_bytes
+    assert sum(peak.by_scope_bytes.values()) == peak.simulated_bytes
+    assert peak.by_category_bytes["gradients"] > 0
+    assert "head" in peak.by_scope_bytes
+    assert "The largest buffers" in train.markdown()
+
+
 def test_flops_are_those_of_the_model(tmp_path):
     """Without attention's masked half, its recomputation and remat, both counts agree."""
     wide = small(MeshShape(data=8), "dp", mlp_dim=4096, causal=False)
