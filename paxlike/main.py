@@ -29,6 +29,9 @@ MODES = {
     "compile": "paxlike.modes.compile:compile_",
 }
 
+# Modes that take several experiments -> the function that compares them.
+COMPARING = {"compile": "paxlike.modes.compare:compare"}
+
 # A namespace of our own: the flags of imported libraries are neither parsed nor listed.
 FLAGS = flags.FlagValues()
 
@@ -37,7 +40,12 @@ def _flag(define: Callable[..., Any], name: str, default: Any, *args: Any) -> No
     define(name, default, *args, flag_values=FLAGS, module_name="paxlike")
 
 
-_flag(flags.DEFINE_string, "experiment", None, "Name of the experiment; else the workdir's own.")
+_flag(
+    flags.DEFINE_string,
+    "experiment",
+    None,
+    "Name of the experiment (compile: a,b,c compares them); else the workdir's own.",
+)
 _flag(flags.DEFINE_string, "mode", "train", f"What to do: {', '.join(MODES)}.")
 _flag(flags.DEFINE_string, "workdir", None, "Folder of the run; else runs/EXPERIMENT.")
 _flag(flags.DEFINE_multi_string, "override", [], "path=value, as model.num_layers=2; repeatable.")
@@ -55,13 +63,14 @@ _flag(flags.DEFINE_integer, "profile_steps", None, "train: steps that the trace 
 _flag(flags.DEFINE_string, "profile_dir", None, "train: folder of the trace; else WORKDIR/trace.")
 _flag(flags.DEFINE_string, "step", None, "compile: train (the default), prefill or decode.")
 _flag(flags.DEFINE_boolean, "dump_hlo", False, "compile: write the compiled program.")
+_flag(flags.DEFINE_string, "against", None, "compile: workdir of a report to show changes from.")
 _flag(flags.DEFINE_boolean, "list", False, "List the experiments.")
 _flag(flags.DEFINE_boolean, "help", False, "Show this.")
 
 # Handed to the mode, if it takes an argument of this name.
 _OPTIONS = (
     "target", "quick", "prompt", "profile_first_step", "profile_steps", "profile_dir", "step",
-    "dump_hlo",
+    "dump_hlo", "against",
 )  # fmt: skip
 
 
@@ -76,9 +85,10 @@ def main(argv: Sequence[str]) -> int:
             lines = registry.descriptions().items()
             print("\n".join(f"{name:<20} {description}" for name, description in lines), flush=True)
         else:
-            experiment = _experiment()
-            directory = Path(FLAGS.workdir or Path("runs") / experiment.name)
-            _run(experiment, directory)
+            experiments = _experiments()
+            names = "+".join(experiment.name for experiment in experiments)
+            directory = Path(FLAGS.workdir or Path("runs") / names)
+            _run(experiments, directory)
         return 0
     except KeyboardInterrupt:
         print("paxlike: interrupted", file=sys.stderr)
@@ -105,32 +115,45 @@ def _parse(argv: Sequence[str]) -> None:
     flags.FLAGS(argv[:1])
 
 
-def _experiment() -> Experiment:
-    """The experiment of the flags, overrides applied."""
+def _experiments() -> list[Experiment]:
+    """The experiments of the flags (one, except where modes compare), overrides applied."""
     if FLAGS.experiment is not None:
-        experiment = registry.build(FLAGS.experiment)
+        experiments = [registry.build(name) for name in FLAGS.experiment.split(",")]
     elif FLAGS.workdir is not None and (Path(FLAGS.workdir) / workdir.CONFIG).exists():
-        experiment = workdir.load(Path(FLAGS.workdir) / workdir.CONFIG)
+        experiments = [workdir.load(Path(FLAGS.workdir) / workdir.CONFIG)]
     else:
         raise ValueError(
             "no experiment is named; pass --experiment=NAME (--list shows them), or the --workdir "
             "of an earlier run"
         )
-    return overrides.apply(experiment, FLAGS.override)
+    return [overrides.apply(experiment, FLAGS.override) for experiment in experiments]
 
 
-def _run(experiment: Experiment, directory: Path) -> None:
+def _run(experiments: list[Experiment], directory: Path) -> None:
     mode = load_mode(FLAGS.mode)
     options = _options(mode)
     processes = _processes()
-    accepted = workdir.prepare(
-        directory, experiment, trains=FLAGS.mode == "train", on_change=FLAGS.on_config_change
-    )
-    for line in accepted:
-        print(f"changed since the last launch: {line}", file=sys.stderr)
-    num_devices = experiment.parallel.mesh.num_devices
+    several = len(experiments) > 1
+    if several and FLAGS.mode not in COMPARING:
+        raise ValueError(
+            f"experiment is {FLAGS.experiment!r}, but --mode={FLAGS.mode} takes one; modes that "
+            f"compare several: {', '.join(COMPARING)}"
+        )
+    for experiment in experiments:
+        accepted = workdir.prepare(
+            directory / experiment.name if several else directory,
+            experiment,
+            trains=FLAGS.mode == "train",
+            on_change=FLAGS.on_config_change,
+        )
+        for line in accepted:
+            print(f"changed since the last launch: {line}", file=sys.stderr)
+    num_devices = max(experiment.parallel.mesh.num_devices for experiment in experiments)
     launch.start(num_devices, target=FLAGS.target, processes=processes)
-    report = mode(experiment, directory, **options)
+    if several:
+        report = _imported(COMPARING[FLAGS.mode])(experiments, directory, **options)
+    else:
+        report = mode(experiments[0], directory, **options)
     if launch.is_first_process():
         report.write(directory)
         print(f"report: {directory / 'report.md'}")
@@ -144,7 +167,11 @@ def load_mode(name: str) -> Callable[..., Any]:
     """
     if name not in MODES:
         raise ValueError(expected_name("mode", name, MODES))
-    module, _, function = MODES[name].partition(":")
+    return _imported(MODES[name])
+
+
+def _imported(path: str) -> Callable[..., Any]:
+    module, _, function = path.partition(":")
     return getattr(importlib.import_module(module), function)
 
 

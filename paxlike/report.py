@@ -190,6 +190,64 @@ class Claim:
     verdict: Verdict
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Change:
+    """A figure that differs between two reports (`paxlike.difference`).
+
+    Attributes:
+        section: where it stands: predicted, collectives, compute, memory, temporaries at the peak.
+        what: of which collectives, category or scope; "" is the whole.
+        quantity: name of the figure, with its unit.
+        before: 0 where it was absent.
+        after: likewise.
+    """
+
+    section: str
+    what: str
+    quantity: str
+    before: float
+    after: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One experiment's line in a comparison of several; of one device. None where unknown."""
+
+    experiment: str
+    fits: Fits | None
+    total_bytes: int
+    temporaries_bytes: int
+    sent_bytes: int
+    flops: float | None = None
+    hbm_bytes: float | None = None
+    step_seconds: float | None = None
+    exposed_communication_seconds: float | None = None
+    mfu: float | None = None
+    bound_by: str | None = None
+
+    @classmethod
+    def of(cls, report: "Report") -> "Compared":
+        """The line of a report of compile mode."""
+        memory, predicted, compute = report.memory, report.predicted, report.compute
+        assert memory is not None
+        sizes = memory.per_device_bytes
+        return cls(
+            experiment=report.experiment,
+            fits=memory.fits,
+            total_bytes=sizes["total"],
+            temporaries_bytes=sizes.get("temporaries", 0),
+            sent_bytes=sum(row.bytes_per_device for row in report.collectives),
+            flops=compute.flops_per_device if compute else None,
+            hbm_bytes=compute.hbm_bytes_per_device if compute else None,
+            step_seconds=predicted.step_seconds if predicted else None,
+            exposed_communication_seconds=(
+                predicted.exposed_communication_seconds if predicted else None
+            ),
+            mfu=predicted.mfu if predicted else None,
+            bound_by=predicted.bound_by if predicted else None,
+        )
+
+
 @dataclasses.dataclass(kw_only=True)
 class Report:
     """All that one run of a mode says.
@@ -199,6 +257,8 @@ class Report:
         mode: which mode ran.
         target: hardware it was for, such as `cpu:8`.
         memory, collectives, compute, predicted, measured, claims: sections of the schema.
+        changes: what differs from another report.
+        compared: a line for each of several experiments.
         results: further results by name, such as the final loss; units in the names.
         notes: sentences for the reader.
         plots: file names in the workdir.
@@ -216,6 +276,8 @@ class Report:
     predicted: Predicted | None = None
     measured: Measured | None = None
     claims: tuple[Claim, ...] = ()
+    changes: tuple[Change, ...] = ()
+    compared: tuple[Compared, ...] = ()
     results: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     plots: tuple[str, ...] = ()
@@ -244,16 +306,24 @@ class Report:
         }
 
     @classmethod
-    def read(cls, workdir: Path) -> "Report":
+    def read(cls, workdir: Path, mode: str | None = None) -> "Report":
         """Read back the report of a workdir.
+
+        Args:
+            workdir: of the run.
+            mode: whose report is wanted; None is the latest.
 
         Raises:
             FileNotFoundError: there is none.
             ValueError: it is damaged or of another schema.
         """
         path = workdir / "report.json"
+        kept = workdir / f"report_{mode}.json"
         try:
             data = json.loads(path.read_text())
+            if mode not in (None, data.get("mode")):
+                path = kept
+                data = json.loads(path.read_text())
             if data.get("schema") != SCHEMA:
                 raise ValueError(f"schema {data.get('schema')!r} is not {SCHEMA}")
             return from_json(data, cls)
@@ -274,6 +344,8 @@ class Report:
             _section("Temporaries at the peak", self._peak_table()),
             _section("Compute", _rows(_flat(to_json(self.compute, Compute)))),
             _section("Collectives", _table(self.collectives, _COLLECTIVE_COLUMNS)),
+            _section("Experiments side by side", _table(self.compared)),
+            _section("Changes", _changes_table(self.changes)),
             _section("Claims", _table(self.claims)),
             "\n\n".join(f"![{Path(plot).stem}]({plot})" for plot in self.plots),
         ]
@@ -391,6 +463,17 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     for name, item in value.items():
         flat |= _flat(item, f"{prefix}.{name}" if prefix else name)
     return flat
+
+
+def _changes_table(changes: Sequence[Change]) -> str:
+    """Before and after of each figure, with the change in per cent where it existed before."""
+    lines = ["| section | what | quantity | before | after | change |", "| --- " * 6 + "|"]
+    for change in changes:
+        before, after = (readable(change.quantity, x) for x in (change.before, change.after))
+        share = f"{change.after / change.before - 1:+.1%}" if change.before else "new"
+        cells = (change.section, change.what, _title(change.quantity), before, after, share)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) if changes else ""
 
 
 def _without_breakdown(section: Predicted | Measured | None) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from paxlike.compilation import (
 )
 from paxlike.config import Experiment
 from paxlike.describe import describe
+from paxlike.difference import diff
 from paxlike.model import build_model
 from paxlike.prediction import predict
 from paxlike.report import Compute, Fits, Memory, PeakMemory, Report
@@ -48,6 +49,7 @@ def compile_(
     target: str | None = None,
     step: Step = "train",
     dump_hlo: bool = False,
+    against: str | Path | None = None,
     quiet: bool = False,
 ) -> Report:
     """Compile one step and report on it.
@@ -58,15 +60,17 @@ def compile_(
         target: hardware, as `meshes.targets` reads it; None is the devices of this process.
         step: `train`, `prefill` or `decode` (shapes as `paxlike.compilation.inputs` says).
         dump_hlo: write the compiled program to `<step>.hlo.txt` in the workdir.
+        against: workdir of an earlier compile; the report says what changed since.
         quiet: print nothing.
 
     Raises:
-        ValueError: target, mesh, rules and experiment do not fit each other, or XLA failed (all
-            that it said is in `xla_error.txt` in the workdir). A model that does not fit into
-            memory is no error: it is the report's verdict.
+        ValueError: `against` has no report of compile mode; target, mesh, rules and experiment do
+            not fit each other; or XLA failed (all that it said is in `xla_error.txt` in the
+            workdir). A model that does not fit into memory is no error: it is the report's verdict.
     """
     if step not in STEPS:
         raise ValueError(f"step is {step!r}; expected one of {', '.join(STEPS)}")
+    earlier = None if against is None else _earlier(Path(against))
     workdir.mkdir(parents=True, exist_ok=True)
     place = None if target is None else targets.parse(target)
     devices = None if place is None else targets.devices(place)
@@ -88,9 +92,23 @@ def compile_(
             if dump_hlo:
                 (workdir / f"{step}.hlo.txt").write_text(program.text)
             report = _report(experiment, step, place, given, program, active.mesh, workdir)
+    if earlier is not None:
+        report.changes = diff(earlier, report)
+        if not report.changes:
+            report.notes += (f"Nothing changed against {against}.",)
     if not quiet:
         print(report.markdown(), end="")
     return report
+
+
+def _earlier(workdir: Path) -> Report:
+    try:
+        return Report.read(workdir, "compile")
+    except FileNotFoundError:
+        raise ValueError(
+            f"against is {str(workdir)!r}, which has no report of compile mode; run "
+            f"--mode=compile --workdir={workdir} first"
+        ) from None
 
 
 def _report(

@@ -39,7 +39,7 @@ def test_flags_are_frozen():
     assert set(command.FLAGS) - {"flagfile", "undefok"} == {
         "experiment", "mode", "workdir", "override", "on_config_change", "target", "multihost",
         "coordinator", "num_processes", "process_id", "quick", "prompt", "profile_first_step",
-        "profile_steps", "profile_dir", "step", "dump_hlo", "list", "help",
+        "profile_steps", "profile_dir", "step", "dump_hlo", "against", "list", "help",
     }  # fmt: skip
 
 
