@@ -45,12 +45,16 @@ class Block(nnx.Module):
         self.mlp_post_norm = Norm.of(config, "mlp_post_norm") if after else None
 
     def __call__(
-        self, x_BTD: jax.Array, tokens: Tokens, cache: Cache | None
+        self,
+        x_BTD: jax.Array,
+        tokens: Tokens,
+        cache: Cache | None = None,
+        layer: jax.Array | int = 0,
     ) -> tuple[jax.Array, Cache | None, Auxiliary]:
-        """Advance the residual stream by one layer."""
+        """Advance the residual stream by one layer; arguments as in `Attention`."""
         x_BTD = checkpoint_name(x_BTD, "layer_input")
         with jax.named_scope("attention"):
-            out, cache = self.attention(_maybe(self.attention_norm, x_BTD), tokens, cache)
+            out, cache = self.attention(_maybe(self.attention_norm, x_BTD), tokens, cache, layer)
             x_BTD = self._add(x_BTD, out, self.attention_post_norm)
         with jax.named_scope("mlp"):
             entering = _maybe(self.mlp_norm, x_BTD)
@@ -113,7 +117,7 @@ class Decoder(nnx.Module):
             ids_BT: int32 tokens, (act_batch, act_seq).
             positions_BT: int32 position of each token in its document.
             segments_BT: int32 document of each token; 0 is padding.
-            cache: keys and values of earlier tokens, stacked over layers.
+            cache: keys and values of earlier tokens.
 
         Returns:
             Hidden states [B, T, D] after the final norm, in the compute dtype; the cache with
@@ -128,6 +132,7 @@ class Decoder(nnx.Module):
             if self.position_embedding is not None:
                 x_BTD = x_BTD + lookup(self.position_embedding, positions_BT, dtype)
         tokens = Tokens.of(config, positions_BT, segments_BT)
+        cache = None if cache is None else cache.seat(tokens)
         x_BTD, cache, auxiliary = self._blocks(x_BTD, tokens, cache)
         with jax.named_scope("final_norm"):
             return self.final_norm(x_BTD), cache, auxiliary
@@ -138,21 +143,29 @@ class Decoder(nnx.Module):
         active = schemes.active()
         graphdef, stacked = nnx.split(self.layers)
 
-        def block(x: jax.Array, layer: tuple[Any, Cache | None]):
-            state, layer_cache = layer
+        # The cache is carried, not stacked: each layer writes its part of it in place.
+        def block(carry: tuple[jax.Array, Cache | None], inputs: tuple[Any, jax.Array | None]):
+            state, layer = inputs
             with jax.named_scope("layer"):
-                x, layer_cache, auxiliary = nnx.merge(graphdef, state)(x, tokens, layer_cache)
-            return x, (layer_cache, auxiliary)
+                module = nnx.merge(graphdef, state)
+                x, cache, auxiliary = module(
+                    carry[0], tokens, carry[1], 0 if layer is None else layer
+                )
+            return (x, cache), auxiliary
 
         block = rematerialise(block, active.remat, in_scan=active.scan_layers)
+        numbers = None if cache is None else jnp.arange(self.config.num_layers)
+        carry = (x_BTD, cache)
         if active.scan_layers:
-            x_BTD, (cache, auxiliary) = jax.lax.scan(block, x_BTD, (stacked, cache))
+            carry, auxiliary = jax.lax.scan(block, carry, (stacked, numbers))
         else:
             outs = []
             for i in range(self.config.num_layers):
-                x_BTD, out = block(x_BTD, jax.tree.map(lambda a, i=i: a[i], (stacked, cache)))
+                layer = jax.tree.map(lambda a, i=i: a[i], (stacked, numbers))
+                carry, out = block(carry, layer)
                 outs.append(out)
-            cache, auxiliary = jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
+            auxiliary = jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
+        x_BTD, cache = carry
         return x_BTD, cache, {name: jnp.sum(value) for name, value in auxiliary.items()}
 
     def loss(

@@ -1,6 +1,6 @@
 """What travels with tokens: positions, documents, rotations; and the cache of those gone by.
 
-B batch, T query length, S cache length, L layers, K key/value heads, H head dim.
+B batch, T query length, S slots of the cache, L layers, K key/value heads, H head dim.
 """
 
 import dataclasses
@@ -54,65 +54,105 @@ class Tokens:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cache:
-    """Keys and values of tokens gone by; a slot's segment is 0 until it is written.
+    """Keys and values of tokens gone by, of all layers, and where those tokens stand.
+
+    The token at position p of a row lies in slot p. All layers share one array, into which each
+    writes its new tokens in place: nothing else of the cache is ever copied.
 
     Attributes:
-        k_BKSH: keys; [L, B, K, S, H] for all layers together.
-        v_BKSH: values, likewise.
-        positions: int32 [B, S] (or [L, B, S]) position of each slot.
-        segments: int32 of the same shape, 0 where nothing is written.
+        k_LBKSH: keys.
+        v_LBKSH: values.
+        positions_BS: int32 position of the token in each slot.
+        segments_BS: int32 document of it; 0 where nothing is written.
     """
 
-    k_BKSH: jax.Array
-    v_BKSH: jax.Array
-    positions: jax.Array
-    segments: jax.Array
+    k_LBKSH: jax.Array
+    v_LBKSH: jax.Array
+    positions_BS: jax.Array
+    segments_BS: jax.Array
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: jnp.dtype) -> "Cache":
-        """A cache of zeros, laid out over the batch and the key/value heads."""
+        """A cache of zeros [L, B, K, S, H], laid out over the batch and the key/value heads.
+
+        Raises:
+            ValueError: the rules split sequences, so that a token's slot may lie elsewhere.
+        """
         par = current()
-        kv = par.spec(("layers", "act_batch", "act_kv_heads", "act_kv_seq", None), shape, "cache")
-        slot_shape = (shape[0], shape[1], shape[3])
-        slots = par.spec(("layers", "act_batch", "act_kv_seq"), slot_shape, "cache")
+        if par.axes_of(("act_seq", "act_kv_seq")):
+            raise ValueError(
+                f"a cache cannot be split along the sequence, as these rules do over "
+                f"{par.axes_of(('act_seq', 'act_kv_seq'))}; use meshes.presets.for_generation"
+            )
+        kv = par.spec(_KEYS, shape, "cache")
+        slot_shape = (shape[1], shape[3])
+        slots = par.spec(_SLOTS, slot_shape, "cache")
         return cls(
-            k_BKSH=jnp.zeros(shape, dtype, out_sharding=kv),
-            v_BKSH=jnp.zeros(shape, dtype, out_sharding=kv),
-            positions=jnp.zeros(slot_shape, jnp.int32, out_sharding=slots),
-            segments=jnp.zeros(slot_shape, jnp.int32, out_sharding=slots),
+            k_LBKSH=jnp.zeros(shape, dtype, out_sharding=kv),
+            v_LBKSH=jnp.zeros(shape, dtype, out_sharding=kv),
+            positions_BS=jnp.zeros(slot_shape, jnp.int32, out_sharding=slots),
+            segments_BS=jnp.zeros(slot_shape, jnp.int32, out_sharding=slots),
         )
 
+    def seat(self, tokens: Tokens) -> "Cache":
+        """Note where new tokens stand; padding (segment 0) takes no slot."""
+        par = current()
+        slots = par.spec(_SLOTS)
 
-def write_cache(cache: Cache, k_BKTH: jax.Array, v_BKTH: jax.Array, tokens: Tokens) -> Cache:
-    """Write the keys and values of T consecutive tokens a row at their positions.
+        def write(positions, segments, new_positions, new_segments):
+            where = _slots(new_positions, new_segments, positions.shape[1])
+            rows = jnp.arange(positions.shape[0])[:, None]
+            return (
+                positions.at[rows, where].set(new_positions, mode="drop"),
+                segments.at[rows, where].set(new_segments, mode="drop"),
+            )
 
-    Padding tokens (segment 0) leave their slots unwritten, whatever lies there.
-    """
-    par = current()
-    kv = par.spec(("act_batch", "act_kv_heads", "act_kv_seq", None), cache.k_BKSH.shape)
-    slots = par.spec(("act_batch", "act_kv_seq"))
+        positions, segments = jax.shard_map(
+            write, in_specs=(slots, slots, par.spec(_NEW), par.spec(_NEW)), out_specs=(slots, slots)
+        )(self.positions_BS, self.segments_BS, tokens.positions_BT, tokens.segments_BT)
+        return dataclasses.replace(self, positions_BS=positions, segments_BS=segments)
 
-    def row(k, v, positions, segments, new_k, new_v, new_positions, new_segments):
-        start = new_positions[0]
-        real = new_segments > 0
+    def extend(
+        self, layer: jax.Array | int, k_BKTH: jax.Array, v_BKTH: jax.Array, tokens: Tokens
+    ) -> "Cache":
+        """Write one layer's keys and values of new tokens into their slots; of padding, nowhere."""
+        par = current()
+        kv = par.spec(_KEYS, self.k_LBKSH.shape, "cache")
+        new = par.spec(_NEW_KEYS, k_BKTH.shape, "keys")
 
-        def put(old: jax.Array, new: jax.Array, dim: int) -> jax.Array:
-            held = jax.lax.dynamic_slice_in_dim(old, start, new.shape[dim], dim)
-            mask = real.reshape((1,) * dim + (-1,) + (1,) * (new.ndim - dim - 1))
-            new = jnp.where(mask, new.astype(old.dtype), held)
-            return jax.lax.dynamic_update_slice_in_dim(old, new, start, dim)
+        def write(k, v, layer, positions, segments, new_k, new_v):
+            where = _slots(positions, segments, k.shape[3])
+            rows = jnp.arange(k.shape[1])[:, None]
+            return tuple(
+                old.at[layer, rows, :, where].set(new.swapaxes(1, 2).astype(old.dtype), mode="drop")
+                for old, new in ((k, new_k), (v, new_v))
+            )
 
-        return (
-            put(k, new_k, 1), put(v, new_v, 1),
-            put(positions, new_positions, 0), put(segments, new_segments, 0),
+        k, v = jax.shard_map(
+            write,
+            in_specs=(kv, kv, jax.P(), par.spec(_NEW), par.spec(_NEW), new, new),
+            out_specs=(kv, kv),
+        )(
+            self.k_LBKSH, self.v_LBKSH, jnp.asarray(layer, jnp.int32),
+            tokens.positions_BT, tokens.segments_BT, k_BKTH, v_BKTH,
         )  # fmt: skip
+        return dataclasses.replace(self, k_LBKSH=k, v_LBKSH=v)
 
-    written = jax.shard_map(
-        jax.vmap(row),
-        in_specs=(kv, kv, slots, slots, kv, kv, slots, slots),
-        out_specs=(kv, kv, slots, slots),
-    )(
-        cache.k_BKSH, cache.v_BKSH, cache.positions, cache.segments,
-        k_BKTH, v_BKTH, tokens.positions_BT, tokens.segments_BT,
-    )  # fmt: skip
-    return Cache(k_BKSH=written[0], v_BKSH=written[1], positions=written[2], segments=written[3])
+    def of_layer(self, layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+        """Keys and values [B, K, S, H] of one layer."""
+        k, v = (
+            jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
+            for x in (self.k_LBKSH, self.v_LBKSH)
+        )
+        return k, v
+
+
+_KEYS = ("layers", "act_batch", "act_kv_heads", "act_kv_seq", None)
+_SLOTS = ("act_batch", "act_kv_seq")
+_NEW_KEYS = ("act_batch", "act_kv_heads", "act_seq", None)
+_NEW = ("act_batch", "act_seq")
+
+
+def _slots(positions_BT: jax.Array, segments_BT: jax.Array, num_slots: int) -> jax.Array:
+    """The slot of each token; for padding one beyond the last, where nothing is written."""
+    return jnp.where(segments_BT > 0, positions_BT, num_slots)

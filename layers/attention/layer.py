@@ -16,7 +16,7 @@ from layers.config import ModelConfig
 from layers.linear import add_bias, constant, normal, project
 from layers.norm import Norm
 from layers.rotary import rotate
-from layers.tokens import Cache, Tokens, write_cache
+from layers.tokens import Cache, Tokens
 
 RESIDUAL = ("act_batch", "act_residual_seq", "act_embed")
 QUERIES = ("act_batch", "act_heads", "act_seq", None)
@@ -64,14 +64,20 @@ class Attention(nnx.Module):
         )  # fmt: skip
 
     def __call__(
-        self, x_BTD: jax.Array, tokens: Tokens, cache: Cache | None = None
+        self,
+        x_BTD: jax.Array,
+        tokens: Tokens,
+        cache: Cache | None = None,
+        layer: jax.Array | int = 0,
     ) -> tuple[jax.Array, Cache | None]:
         """Attend.
 
         Args:
             x_BTD: residual stream, (act_batch, act_residual_seq, act_embed).
             tokens: positions and documents of the queries, and their rotations.
-            cache: keys and values so far; None attends within `x_BTD` alone.
+            cache: keys and values so far, in which these tokens are seated; None attends within
+                `x_BTD` alone.
+            layer: which layer of the cache this is.
 
         Returns:
             The block's output, laid out as x, and the cache with this call's tokens added.
@@ -100,8 +106,9 @@ class Attention(nnx.Module):
             q, k = rotate(q, tokens.cos, tokens.sin), rotate(k, tokens.cos, tokens.sin)
         positions, segments = tokens.kv_positions_BS, tokens.kv_segments_BS
         if cache is not None:
-            cache = write_cache(cache, k, v, tokens)
-            k, v, positions, segments = cache.k_BKSH, cache.v_BKSH, cache.positions, cache.segments
+            cache = cache.extend(layer, k, v, tokens)
+            k, v = cache.of_layer(layer)
+            positions, segments = cache.positions_BS, cache.segments_BS
         with jax.named_scope("core"):
             context = schemes.active().attention(
                 q, k.astype(q.dtype), v.astype(q.dtype),

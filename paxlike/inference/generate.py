@@ -69,7 +69,8 @@ def generate(
         ids[row, : len(prompt)], real[row, : len(prompt)] = prompt, 1
     ends = jnp.asarray(real.sum(axis=1), jnp.int32)
     steps = _Steps(model, config, vocab_size)
-    keys = jax.random.split(jax.random.key(seed), rows)
+    # Not split into so many: a row's key must not depend on how many the mesh adds.
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), np.arange(rows))
     cache = steps.empty(rows, width + config.max_new_tokens)
     token, cache = steps.prefill(params, cache, ids, real, ends, keys)
     alive = np.ones(len(prompts), bool)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layers.tokens import Cache, Tokens, write_cache
+from layers.tokens import Cache, Tokens
 from meshes.presets import for_generation, preset
 from paxlike.model import Model
 from tests.helpers import TINY, disturbed, on_mesh, tiny
@@ -13,9 +13,11 @@ from tests.helpers import TINY, disturbed, on_mesh, tiny
 B, K, S, H = 2, 2, 8, 4
 
 
-def one_layer(par) -> Cache:
-    cache = Cache.empty((1, B, K, S, H), jnp.dtype("float32"))
-    return jax.tree.map(lambda x: x[0], cache)
+LAYERS, LAYER = 3, 1
+
+
+def empty() -> Cache:
+    return Cache.empty((LAYERS, B, K, S, H), jnp.dtype("float32"))
 
 
 def written(cache: Cache, start: list[int], real: list[int], length: int, value: float) -> Cache:
@@ -27,25 +29,54 @@ def written(cache: Cache, start: list[int], real: list[int], length: int, value:
         (B, K, length, H)
     )
     tokens = Tokens.of(tiny(position="none"), jnp.asarray(positions), jnp.asarray(segments))
-    return jax.jit(write_cache)(cache, k, -k, tokens)
+
+    @jax.jit
+    def write(cache, layer):
+        return cache.seat(tokens).extend(layer, k, -k, tokens)
+
+    return write(cache, LAYER)
 
 
 def test_rows_are_written_at_their_own_positions():
-    with on_mesh() as par, jax.numpy_rank_promotion("allow"):
-        cache = written(one_layer(par), [0, 3], [4, 4], 4, 1.0)
-    assert cache.segments.tolist() == [[1, 1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1, 1, 0]]
-    assert cache.k_BKSH[1, 0, :, 0].tolist() == [0, 0, 0, 31, 41, 51, 61, 0]
-    assert cache.positions[1].tolist() == [0, 0, 0, 3, 4, 5, 6, 0]
-    np.testing.assert_array_equal(cache.v_BKSH, -cache.k_BKSH)
+    with on_mesh(), jax.numpy_rank_promotion("allow"):
+        cache = written(empty(), [0, 3], [4, 4], 4, 1.0)
+    assert cache.segments_BS.tolist() == [[1, 1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1, 1, 0]]
+    assert cache.k_LBKSH[LAYER, 1, 0, :, 0].tolist() == [0, 0, 0, 31, 41, 51, 61, 0]
+    assert cache.positions_BS[1].tolist() == [0, 0, 0, 3, 4, 5, 6, 0]
+    np.testing.assert_array_equal(cache.v_LBKSH, -cache.k_LBKSH)
+    assert not cache.k_LBKSH[0].any() and not cache.k_LBKSH[2].any()
 
 
 def test_padding_leaves_what_lies_in_its_slots():
-    with on_mesh() as par, jax.numpy_rank_promotion("allow"):
-        first = written(one_layer(par), [0, 0], [4, 4], 4, 1.0)
+    with on_mesh(), jax.numpy_rank_promotion("allow"):
+        first = written(empty(), [0, 0], [4, 4], 4, 1.0)
         second = written(first, [1, 2], [1, 0], 3, 5.0)
-    assert second.k_BKSH[0, 0, :4, 0].tolist() == [1, 15, 21, 31]
-    np.testing.assert_array_equal(second.k_BKSH[1], first.k_BKSH[1])
-    np.testing.assert_array_equal(second.segments, first.segments)
+    assert second.k_LBKSH[LAYER, 0, 0, :4, 0].tolist() == [1, 15, 21, 31]
+    np.testing.assert_array_equal(second.k_LBKSH[:, 1], first.k_LBKSH[:, 1])
+    np.testing.assert_array_equal(second.segments_BS, first.segments_BS)
+
+
+def test_a_split_sequence_has_no_cache():
+    with on_mesh("dp", seq=2), pytest.raises(ValueError, match="over .'seq',.*for_generation"):
+        empty()
+
+
+def test_a_step_does_not_copy_the_cache():
+    """Class of complaints: each new token copies the whole cache."""
+    length = 512
+    config = tiny(num_layers=4, max_position=length)
+    with on_mesh(for_generation(preset("dp"))) as par:
+        model = Model(config)
+        cache = jax.eval_shape(lambda: model.empty_cache(8, length))
+        tokens = jax.NamedSharding(par.mesh, par.spec(("act_batch", "act_seq")))
+        one = jax.ShapeDtypeStruct((8, 1), jnp.int32, sharding=tokens)
+        last = jax.ShapeDtypeStruct((8,), jnp.int32)
+        step = jax.jit(model.extend, donate_argnums=1)
+        compiled = step.lower(model.abstract(), cache, one, one, one, last).compile()
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == held
+    assert memory.temp_size_in_bytes < held / 2  # one layer's keys and values of four
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_generating_steps(step, tmp_path):
     model, rows, length = FSDP_TP.model, 8 // 4, 64
     heads = model.num_kv_heads // 2
     keys_values = 2 * model.num_layers * rows * heads * length * model.head_dim * 4
-    slots = 2 * 4 * model.num_layers * rows * length
+    slots = 2 * 4 * rows * length  # where each token stands, for all layers
     assert report.memory.per_device_bytes["kv_cache"] == keys_values + slots
     assert (tmp_path / f"{step}.hlo.txt").read_text().startswith("HloModule")
     if step == "decode":
