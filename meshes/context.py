@@ -25,11 +25,15 @@ class Parallelism:
         mesh: a device mesh, or an abstract one for tracing without devices.
         rules: the table of logical names.
         schemes: how exact computations are carried out (`layers.schemes.Schemes`).
+        remarks: what layers chose while they were traced, sentences for a report.
+        kernels: name of each opaque program that they call -> what one run of it costs.
     """
 
     mesh: Mesh | AbstractMesh
     rules: Rules
     schemes: Any = None
+    remarks: list[str] = dataclasses.field(default_factory=list, compare=False, repr=False)
+    kernels: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, axes in self.rules.table:
@@ -49,6 +53,11 @@ class Parallelism:
     @property
     def sizes(self) -> dict[str, int]:
         return dict(zip(self.mesh.axis_names, self.mesh.axis_sizes, strict=True))
+
+    def remark(self, sentence: str) -> None:
+        """Note a choice for the report, once."""
+        if sentence not in self.remarks:
+            self.remarks.append(sentence)
 
     def axes(self, name: str | None) -> Axes:
         """Mesh axes larger than 1 over which a logical name is split."""

@@ -5,6 +5,7 @@ the rest what it reads, how it learns and how it answers. Free of JAX.
 """
 
 import dataclasses
+from typing import Literal
 
 from layers.config import ModelConfig
 from meshes.axes import MeshShape
@@ -12,6 +13,8 @@ from meshes.presets import preset
 from meshes.rules import Rules
 from paxlike.data.config import DataConfig
 from paxlike.training.config import OptimizerConfig, TrainConfig
+
+AttentionKernel = Literal["auto", "jnp", "splash", "triton"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +27,9 @@ class ParallelConfig:
             axis sizes of `mesh` are products of both. None is one slice.
         rules: a preset's name, or a table of its own.
         attention: scheme of attention over a split sequence.
+        attention_kernel: what attends on each device: `jnp` (the tiled core), `splash` (Pallas for
+            TPUs), `triton` (Pallas for GPUs), or `auto`, the one of the devices' platform. What a
+            kernel cannot express is left to the core; the report says so, and why.
         remat: what the backward pass recomputes: `none`, `full`, `dots`, `named:a,b` (keep only
             these named activations) or `offload:a,b` (keep these in host memory).
         scan_layers: compile one layer and loop over it, instead of every layer in line.
@@ -36,6 +42,7 @@ class ParallelConfig:
     dcn_mesh: MeshShape | None = None
     rules: str | Rules = "fsdp_tp"
     attention: str = "all_gather"
+    attention_kernel: AttentionKernel = "auto"
     remat: str = "none"
     scan_layers: bool = True
     loss_chunk: int = 0

@@ -6,19 +6,36 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
+from layers.attention.kernels import CORE, Kernel
 from layers.attention.schemes import attention_scheme
+from layers.attention.splash import Splash
+from layers.attention.triton import Triton
 from layers.schemes import Schemes
 from meshes.axes import MeshShape
 from meshes.build import Device, build_mesh
 from meshes.context import Parallelism, parallelism
 from meshes.rules import Rules
-from paxlike.config import Experiment, ParallelConfig
+from paxlike.config import AttentionKernel, Experiment, ParallelConfig
 
 
-def schemes(parallel: ParallelConfig) -> Schemes:
-    """The schemes that a parallel config asks for."""
+# The kernel that `auto` chooses on a platform; elsewhere the core.
+_OWN_KERNEL: dict[str, AttentionKernel] = {"tpu": "splash", "gpu": "triton", "cuda": "triton"}
+
+
+def attention_kernel(name: AttentionKernel, platform: str) -> Kernel:
+    """The attention kernel of this name; on another platform than its own it is interpreted."""
+    own = _OWN_KERNEL.get(platform, "jnp")
+    name = own if name == "auto" else name
+    if name == "splash":
+        return Splash(interpret=name != own)
+    return Triton(interpret=name != own) if name == "triton" else CORE
+
+
+def schemes(parallel: ParallelConfig, platform: str = "cpu") -> Schemes:
+    """The schemes that a parallel config asks for, on devices of a platform."""
+    kernel = attention_kernel(parallel.attention_kernel, platform)
     return Schemes(
-        attention=attention_scheme(parallel.attention),
+        attention=attention_scheme(parallel.attention, kernel),
         remat=parallel.remat,
         scan_layers=parallel.scan_layers,
         loss_chunk=parallel.loss_chunk,
@@ -44,7 +61,8 @@ def runtime(
     """
     parallel = experiment.parallel
     mesh = build_mesh(parallel.mesh, devices, parallel.dcn_mesh)
-    with parallelism(mesh, rules or parallel.rule_table, schemes(parallel)) as entered:
+    chosen = schemes(parallel, mesh.devices.flat[0].platform)
+    with parallelism(mesh, rules or parallel.rule_table, chosen) as entered:
         yield entered
 
 

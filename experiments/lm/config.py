@@ -5,6 +5,7 @@ simulation, with dimensions from their model cards (Llama 2: arXiv 2307.09288; L
 arXiv 2407.21783; Qwen3: arXiv 2505.09388; Mixtral: arXiv 2401.04088; GPT-3: arXiv 2005.14165).
 """
 
+import dataclasses
 from typing import Any
 
 from layers.config import FLOAT32, ModelConfig, MoEConfig, RopeConfig
@@ -187,3 +188,38 @@ def gpt3_175b() -> Experiment:
         tie_embeddings=True,
     )
     return _published(model, mesh=MeshShape(fsdp=64, tensor=8))
+
+
+def _maxtext_scale(*, embed: int, rows: int) -> Experiment:
+    """A model of MaxText's scaling runs of December 2023 on one v5e-256 slice.
+
+    32 layers, 32 heads of 256, two feed-forward matrices of width 32,768 around a ReLU, tied
+    embeddings, 2048 tokens, fully sharded over 256 chips, everything recomputed.
+    """
+    model = ModelConfig(
+        vocab_size=32_768,
+        num_layers=32,
+        embed_dim=embed,
+        num_heads=32,
+        num_kv_heads=32,
+        head_dim=256,
+        mlp_dim=32_768,
+        max_position=2048,
+        activation="relu",
+        tie_embeddings=True,
+    )
+    experiment = _published(model, mesh=MeshShape(fsdp=256), rules="fsdp", loss_chunk=2048)
+    train = dataclasses.replace(experiment.train, global_batch_size=256 * rows)
+    return dataclasses.replace(experiment, train=train)
+
+
+@register
+def maxtext_16b() -> Experiment:
+    """MaxText's 16B scaling run: 16,274,232,320 parameters, FSDP 256, 6 sequences a chip."""
+    return _maxtext_scale(embed=5120, rows=6)
+
+
+@register
+def maxtext_32b() -> Experiment:
+    """MaxText's 32B scaling run: 32,548,464,640 parameters, FSDP 256, 4 sequences a chip."""
+    return _maxtext_scale(embed=10_240, rows=4)

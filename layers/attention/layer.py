@@ -11,7 +11,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from layers import schemes
-from layers.attention.schemes.base import Masking
+from layers.attention.masking import Masking
 from layers.config import ModelConfig
 from layers.linear import add_bias, constant, normal, project
 from layers.norm import Norm

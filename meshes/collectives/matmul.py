@@ -232,7 +232,11 @@ def _gather(x: jax.Array, product: Product, side: int, moves: Sequence[Move]) ->
     letters = _letters(product.equation)[side]
     for move in moves:
         to = "invarying" if move.replicates else "varying"
-        x = jax.lax.all_gather(x, move.axis, axis=letters.index(move.letter), tiled=True, to=to)
+        # Gathered along its first dimension, an array arrives in one piece; along another one the
+        # TPU compiler copies all of it into place (layouts follow: the transposes cost nothing).
+        dim = letters.index(move.letter)
+        x = jax.lax.all_gather(jnp.moveaxis(x, dim, 0), move.axis, tiled=True, to=to)
+        x = jnp.moveaxis(x, 0, dim)
     return x
 
 

@@ -24,6 +24,8 @@ _WIDTHS = {"pred": 8, "token": 0, "opaque": 0}
 _SHAPE_TOKEN = re.compile(r"([()])|([a-z][a-z0-9]*)\[([^\]]*)\](\{[^}]*\})?")
 _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
 _COMMENT = re.compile(r"/\*.*?\*/")
+# Kernels' metadata is printed over several lines: {\n"key":"value",\n "key":"value"\n }.
+_CONTINUATION = re.compile(r'\n(?= ?["}]\S)(?!\}[ ,\n])')
 _PARENTHESES = re.compile(r"[()]")
 _HEADER = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*\(.*->.*\{\s*$")
 _ASSIGNMENT = re.compile(r"\s+(ROOT\s+)?%?([\w.\-]+) = ")
@@ -228,7 +230,7 @@ def parse(text: str) -> Module:
     computations: dict[str, Computation] = {}
     entry = current = root = ""
     instructions: dict[str, Instruction] = {}
-    for line in text.splitlines():
+    for line in _CONTINUATION.sub(" ", text).splitlines():
         if current:
             if line.startswith("}"):
                 computations[current] = Computation(current, instructions, root)

@@ -13,10 +13,12 @@ from pathlib import Path
 import jax
 
 from meshes import targets
+from meshes.context import Parallelism
 from meshes.hardware import CATALOGUE, Hardware
 from meshes.presets import for_generation
 from meshes.targets import Target
 from paxlike.analysis import hlo, liveness, trace
+from paxlike.analysis.cost import stated
 from paxlike.analysis.model_flops import forward_flops, mean_context, training_flops
 from paxlike.compilation import (
     DoesNotFitError,
@@ -91,7 +93,7 @@ def compile_(
         else:
             if dump_hlo:
                 (workdir / f"{step}.hlo.txt").write_text(program.text)
-            report = _report(experiment, step, place, given, program, active.mesh, workdir)
+            report = _report(experiment, step, place, given, program, active, workdir)
     if earlier is not None:
         report.changes = diff(earlier, report)
         if not report.changes:
@@ -117,16 +119,17 @@ def _report(
     target: Target | None,
     given: Inputs,
     program: Program,
-    mesh: object,
+    active: Parallelism,
     workdir: Path,
 ) -> Report:
     flops = _model_flops(experiment, step)
     module = hlo.parse(program.text)
-    prediction = predict(module, mesh, target, model_flops=flops)
+    kernels = stated(active.kernels)
+    prediction = predict(module, active.mesh, target, model_flops=flops, kernels=kernels)
     title = f"{experiment.name}, {step} step on {target.text if target else here()}"
     trace.write(prediction.timeline, title, workdir / "trace" / "timeline.json")
     trace.plot(prediction.timeline, title, workdir / "timeline.png")
-    notes = _notes(target)
+    notes = (*_notes(target), *active.remarks)
     if not prediction.timeline.exact:
         notes += ("A loop's trip count depends on data: its body is counted once.",)
     return Report(

@@ -7,16 +7,25 @@ arXiv 2407.21783, section 3.3.2). No exchange when the sequence is not split. Ke
 whole sequence must fit on each device.
 """
 
+import dataclasses
+
 import jax
 
-from layers.attention.core import attend
-from layers.attention.schemes.base import Masking
+from layers.attention.kernels import CORE, Kernel, Placed, Task, chosen
+from layers.attention.masking import Masking
 from meshes.collectives.varying import varying
 from meshes.context import Parallelism, current
 
 
+@dataclasses.dataclass(frozen=True)
 class AllGather:
-    """See the module."""
+    """See the module.
+
+    Attributes:
+        kernel: what attends on each device; where it cannot, the core does.
+    """
+
+    kernel: Kernel = CORE
 
     def __call__(
         self,
@@ -44,19 +53,15 @@ class AllGather:
                 "reads all keys on each device; map 'act_kv_seq' to no axis, or choose a scheme "
                 "that keeps them split"
             )
-        whole = q_BNTH.shape[2] == k_BKSH.shape[2] and not par.axes("act_seq")
+        task = _task(par, q_BNTH, k_BKSH, masking)
+        kernel = chosen(self.kernel, task, par)
 
         def local(q, k, v, q_pos, kv_pos, q_seg, kv_seg):
             k, v = (_local_kv_heads(par, x, num_heads, num_kv_heads, q.shape[1]) for x in (k, v))
             for axis in reversed(gathered):
                 k, v = (jax.lax.all_gather(x, axis, axis=2, tiled=True) for x in (k, v))
-            return attend(
-                q, k, v,
-                q_positions_BT=q_pos, kv_positions_BS=kv_pos,
-                q_segments_BT=q_seg, kv_segments_BS=kv_seg,
-                causal=masking.causal, window=masking.window, scale=masking.scale,
-                softcap=masking.softcap, aligned=whole,
-            )  # fmt: skip
+            shard = None if task.shards is None else jax.lax.axis_index(gathered)
+            return kernel(task, q, k, v, Placed(q_pos, kv_pos, q_seg, kv_seg, shard))
 
         queries = par.spec(("act_batch", "act_heads", "act_seq", None), q_BNTH.shape, "queries")
         keys = par.spec(("act_batch", "act_kv_heads", "act_seq", None), k_BKSH.shape, "keys")
@@ -66,7 +71,27 @@ class AllGather:
             local,
             in_specs=(queries, keys, keys, of_queries, of_keys, of_queries, of_keys),
             out_specs=queries,
+            check_vma=kernel.typed,
         )(q_BNTH, k_BKSH, v_BKSH, q_positions_BT, kv_positions_BS, q_segments_BT, kv_segments_BS)
+
+
+def _task(par: Parallelism, q_BNTH: jax.Array, k_BKSH: jax.Array, masking: Masking) -> Task:
+    """What each device does: its queries, and all keys of the heads that they read."""
+    batch, num_heads, length, head_dim = q_BNTH.shape
+    heads = num_heads // par.ways("act_heads")
+    same = length == k_BKSH.shape[2]  # a cache is longer than what is added to it
+    return Task(
+        q_shape=(batch // par.ways("act_batch"), heads, length // par.ways("act_seq"), head_dim),
+        kv_shape=(
+            batch // par.ways("act_batch"),
+            max(1, heads * k_BKSH.shape[1] // num_heads),
+            k_BKSH.shape[2],
+            head_dim,
+        ),
+        dtype=q_BNTH.dtype.name,
+        masking=masking,
+        shards=par.ways("act_seq") if same else None,
+    )
 
 
 def _local_kv_heads(

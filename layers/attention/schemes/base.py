@@ -3,27 +3,11 @@
 B batch, T query length, S key/value length, N query heads, K key/value heads, H head dim.
 """
 
-import dataclasses
 from typing import Protocol
 
 import jax
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Masking:
-    """Which keys a query sees, besides those of its own segment.
-
-    Attributes:
-        causal: only keys at its own or an earlier position.
-        window: only keys fewer than this many positions back; None is unlimited.
-        scale: multiplies the scores.
-        softcap: scores become cap * tanh(scores / cap); None is off.
-    """
-
-    causal: bool
-    window: int | None
-    scale: float
-    softcap: float | None
+from layers.attention.masking import Masking
 
 
 class AttentionScheme(Protocol):

@@ -143,3 +143,29 @@ def test_ten_megabytes_under_five_seconds_and_linear():
     assert large > 10_000_000
     assert more_seconds < 5
     assert more_seconds / large < 2.5 * seconds / small
+
+
+def test_metadata_over_several_lines():
+    """The TPU compiler prints what Pallas kernels say of themselves with line breaks."""
+    text = """HloModule m
+
+%called (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %k = f32[8]{0} custom-call(%x), custom_call_target="tpu_custom_call", \
+frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 512}",
+"other":"}"
+ }}, metadata={op_name="jit(f)/kernel"}, backend_config={"flag":1}
+}, execution_thread="main"
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %c = f32[8]{0} call(%x), to_apply=%called
+}
+"""
+    module = hlo.parse(text)
+    called = module.computations["called"]
+    assert called.root == "k" and list(called.instructions) == ["x", "k"]
+    assert called.instructions["k"].op_name == "jit(f)/kernel"
+    assert called.instructions["k"].config() == {"flag": 1}
+    assert module.computations["main"].root == "c"
