@@ -18,6 +18,10 @@ DP = _SEQUENCE
 
 FSDP_RULES = _SEQUENCE.replace(embed=FSDP)
 
+# Fully sharded over two mesh axes: gathers and reductions run along one axis of a torus at a time.
+# The TPU compiler turns a reduce-scatter over a whole slice into an all-reduce; over an axis not.
+FSDP_2D = _SEQUENCE.replace(embed=(DATA, FSDP))
+
 TP = _SEQUENCE.replace(
     vocab=TENSOR, q_heads=TENSOR, kv_heads=TENSOR, mlp=TENSOR,
     act_vocab=TENSOR, act_heads=TENSOR, act_kv_heads=TENSOR, act_mlp=TENSOR,
@@ -34,6 +38,7 @@ PRESETS: dict[str, Rules] = {
     "dp": DP,
     "fsdp": FSDP_RULES,
     "hsdp": FSDP_RULES,
+    "fsdp_2d": FSDP_2D,
     "tp": TP,
     "megatron_sp": MEGATRON_SP,
     "fsdp_tp": FSDP_TP,
@@ -44,6 +49,7 @@ PRESETS: dict[str, Rules] = {
 SHARDS_PARAMETERS: dict[str, tuple[str, ...]] = {
     "fsdp": (FSDP,),
     "hsdp": (FSDP,),
+    "fsdp_2d": (DATA, FSDP),
     "tp": (TENSOR,),
     "megatron_sp": (TENSOR,),
     "fsdp_tp": (FSDP, TENSOR),

@@ -17,7 +17,6 @@ from meshes.context import Parallelism, parallelism
 from meshes.rules import Rules
 from paxlike.config import AttentionKernel, Experiment, ParallelConfig
 
-
 # The kernel that `auto` chooses on a platform; elsewhere the core.
 _OWN_KERNEL: dict[str, AttentionKernel] = {"tpu": "splash", "gpu": "triton", "cuda": "triton"}
 

@@ -53,6 +53,7 @@ MESHES = {
     "tensor_to_the_last_kv_head": ("tp", dict(tensor=4)),
     "sequence_over_tensor": ("megatron_sp", dict(tensor=4)),
     "replicated_groups_of_shards": ("hsdp", dict(data=2, fsdp=4)),
+    "shards_over_two_axes": ("fsdp_2d", dict(data=4, fsdp=2)),
     "quickstart": ("tp", dict(data=2, seq=2, tensor=2)),
     "two_dimensions_of_weights": ("fsdp_tp", dict(data=2, fsdp=2, tensor=2)),
     "residual_over_two_axes": ("megatron_sp", dict(seq=2, tensor=4)),

@@ -194,7 +194,8 @@ def _maxtext_scale(*, embed: int, rows: int) -> Experiment:
     """A model of MaxText's scaling runs of December 2023 on one v5e-256 slice.
 
     32 layers, 32 heads of 256, two feed-forward matrices of width 32,768 around a ReLU, tied
-    embeddings, 2048 tokens, fully sharded over 256 chips, everything recomputed.
+    embeddings, 2048 tokens, fully sharded over 256 chips, everything recomputed. The fsdp_2d rules
+    keep each collective on one axis of the slice's 16 x 16 torus.
     """
     model = ModelConfig(
         vocab_size=32_768,
@@ -208,18 +209,20 @@ def _maxtext_scale(*, embed: int, rows: int) -> Experiment:
         activation="relu",
         tie_embeddings=True,
     )
-    experiment = _published(model, mesh=MeshShape(fsdp=256), rules="fsdp", loss_chunk=2048)
+    experiment = _published(
+        model, mesh=MeshShape(data=16, fsdp=16), rules="fsdp_2d", loss_chunk=2048
+    )
     train = dataclasses.replace(experiment.train, global_batch_size=256 * rows)
     return dataclasses.replace(experiment, train=train)
 
 
 @register
 def maxtext_16b() -> Experiment:
-    """MaxText's 16B scaling run: 16,274,232,320 parameters, FSDP 256, 6 sequences a chip."""
+    """MaxText's 16B scaling run: 16,274,232,320 parameters, FSDP 16 x 16, 6 sequences a chip."""
     return _maxtext_scale(embed=5120, rows=6)
 
 
 @register
 def maxtext_32b() -> Experiment:
-    """MaxText's 32B scaling run: 32,548,464,640 parameters, FSDP 256, 4 sequences a chip."""
+    """MaxText's 32B scaling run: 32,548,464,640 parameters, FSDP 16 x 16, 4 sequences a chip."""
     return _maxtext_scale(embed=10_240, rows=4)

@@ -162,7 +162,7 @@ CORE = Core()
 
 
 def chosen(kernel: Kernel, task: Task, par: Parallelism) -> Kernel:
-    """The kernel, or the core where it cannot do the task; the parallelism's record says which, and why."""
+    """The kernel, or the core where it cannot do the task; a remark says which, and why."""
     obstacle = kernel.obstacle(task)
     if obstacle is None:
         par.remark(f"Attention on each device: {kernel.describe(task)}.")

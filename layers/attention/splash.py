@@ -89,9 +89,10 @@ class Splash:
         """See `Kernel`."""
         from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
-        kernel = _kernel(task, interpret=self.interpret)
-        if task.shards != 1:
-            kernel = _own_part(kernel, task, placed.shard)
+        assert task.shards is not None and placed.shard is not None
+        kernel = _kernel(task, task.shards, interpret=self.interpret)
+        if task.shards > 1:
+            kernel = _own_part(kernel, placed.shard, task.shards)
         q_BNTH = q_BNTH * jax.numpy.asarray(task.masking.scale, q_BNTH.dtype)
         segments = SegmentIds(placed.q_segments_BT, placed.kv_segments_BS)
         return jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments)
@@ -121,7 +122,7 @@ def _mask(masking: Masking, length: int) -> Any:
     return CausalMask(shape) if masking.causal else FullMask(shape)
 
 
-def _kernel(task: Task, *, interpret: bool) -> Any:
+def _kernel(task: Task, shards: int, *, interpret: bool) -> Any:
     """The kernel of all parts of the sequence."""
     from jax.experimental.pallas.ops.tpu import splash_attention as library
 
@@ -138,19 +139,19 @@ def _kernel(task: Task, *, interpret: bool) -> Any:
         mask,
         block_sizes=sizes,
         head_shards=1,
-        q_seq_shards=task.shards,
+        q_seq_shards=shards,
         attn_logits_soft_cap=task.masking.softcap,
         residual_checkpoint_name="attention_context",
         interpret=interpret,
     )
 
 
-def _own_part(kernel: Any, task: Task, shard: jax.Array | None) -> Any:
+def _own_part(kernel: Any, shard: jax.Array, shards: int) -> Any:
     """The kernel with the tables of one part of the queries."""
 
     def part(table: jax.Array) -> jax.Array:
         dim = table.ndim - 2 if table.ndim > 1 else 0  # [heads, T blocks, S blocks] or [T]
-        size = table.shape[dim] // task.shards
+        size = table.shape[dim] // shards
         return jax.lax.dynamic_slice_in_dim(table, shard * size, size, dim)
 
     return jax.tree.map(part, kernel)

@@ -9,6 +9,7 @@ B batch, T query length, S key/value length, N query heads, K key/value heads, H
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +89,7 @@ class Triton:
             block_q_dq=backward, block_kv_dq=backward,
         )  # fmt: skip
         k_BNSH, v_BNSH = (jnp.repeat(x, task.group, axis=1) for x in (k_BKSH, v_BKSH))
-        context_BTNH = library.mha(
+        context_BTNH: Any = library.mha(
             *(x.swapaxes(1, 2) for x in (q_BNTH, k_BNSH, v_BNSH)),
             segment_ids=placed.q_segments_BT,
             sm_scale=task.masking.scale,

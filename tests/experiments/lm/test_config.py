@@ -40,6 +40,18 @@ def test_gpt3_agrees_with_the_formula_of_megatron():
     assert num_parameters(registry.build("gpt3_175b").model) == formula + 2 * hidden
 
 
+@pytest.mark.parametrize(
+    ("name", "layers", "width", "rounded"),
+    [("maxtext_16b", 32, 5120, 16.3e9), ("maxtext_32b", 32, 10_240, 32.5e9)],
+)
+def test_maxtext_scaling_runs_agree_with_their_dimensions(name, layers, width, rounded):
+    """Four attention matrices over 32 heads of 256, two of the feed-forward, two norms a layer."""
+    a_layer = 4 * width * 32 * 256 + 2 * width * 32_768 + 2 * width
+    total = layers * a_layer + 32_768 * width + width
+    assert num_parameters(registry.build(name).model) == total
+    assert total == pytest.approx(rounded, rel=0.01)
+
+
 TINY = ModelConfig(
     vocab_size=32, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=6,
     mlp_dim=24, max_position=8, dtypes=FLOAT32,

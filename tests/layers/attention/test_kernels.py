@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from layers.attention.kernels import CORE, Placed, Task
+from layers.attention.kernels import CORE, Task
 from layers.attention.masking import Masking
 from layers.attention.schemes import attention_scheme
 from layers.attention.splash import Splash
@@ -222,14 +222,10 @@ def pairs(length: int, kv_length: int, rule: Masking, block: int, kv_block: int)
     return int(tiles.sum()) * block * kv_block
 
 
-@pytest.mark.parametrize(
-    "rule", [masking(), masking(causal=False), masking(window=600)], ids=str
-)
+@pytest.mark.parametrize("rule", [masking(), masking(causal=False), masking(window=600)], ids=str)
 def test_work_is_that_of_the_visited_tiles(rule):
     """2 products of 2 FLOPs a pair and head dimension forward, 5 backward (Triton: 7)."""
-    long = task(
-        q_shape=(3, 4, 2048, 64), kv_shape=(3, 2, 4096, 64), masking=rule, shards=2
-    )
+    long = task(q_shape=(3, 4, 2048, 64), kv_shape=(3, 2, 4096, 64), masking=rule, shards=2)
     work = SPLASH.work(long)
     unit = 2 * 3 * 4 * 64
     assert work["splash_mha_fwd"].flops == 2 * unit * pairs(2048, 4096, rule, 512, 512)

@@ -13,6 +13,7 @@ import jax
 import pytest
 
 from experiments.lm.config import llama3_70b, quickstart
+from layers.config import DTypes
 from layers.counting import num_parameters
 from meshes.axes import MeshShape
 from paxlike import compilation, launch, main
@@ -233,6 +234,54 @@ def test_tpu(quiet_libtpu, tmp_path):
     assert report.memory.capacity_bytes == 16 * 2**30
     assert report.predicted.basis == "compiled schedule + cost model v1"
     assert {axis for row in report.collectives for axis in row.mesh_axes} == {"fsdp", "tensor"}
+
+
+def with_kernels(**parallel: object) -> Experiment:
+    """Two layers wide enough for the kernels, 512 causal tokens, two heads on one key head."""
+    experiment = small(
+        MeshShape(fsdp=2, tensor=2), "fsdp_tp", dtypes=DTypes(), embed_dim=512, mlp_dim=1024,
+        num_heads=4, num_kv_heads=2, head_dim=128, window=None, vocab_size=8192,
+    )  # fmt: skip
+    return dataclasses.replace(
+        experiment,
+        data=dataclasses.replace(experiment.data, sequence_length=512),
+        parallel=dataclasses.replace(experiment.parallel, **parallel),
+    )
+
+
+def check_flops(report: Report, *, pairs: int, pairs_backward: int, backward: int) -> None:
+    """A layer's scores and contexts are of `pairs` a head, its gradients `backward` products."""
+    model = with_kernels().model
+    linear = 3 * forward_flops(model, tokens=8 * 512, context=0)
+    product = 2 * model.num_layers * 8 * model.num_heads * model.head_dim
+    expected = linear + product * (2 * pairs + backward * pairs_backward)
+    assert 4 * report.compute.flops_per_device == pytest.approx(expected, rel=0.01)
+
+
+@needs("libtpu", "tpu-aot")
+def test_the_tpu_runs_splash_and_its_work_is_counted(quiet_libtpu, tmp_path):
+    """512 tokens are one tile, forward and backward: all pairs of it are computed."""
+    report = compile_(with_kernels(), tmp_path, target="v5e:2x2", dump_hlo=True, quiet=True)
+    assert any("splash kernel, tiles of 512 queries" in note for note in report.notes)
+    assert "splash_mha_dkv" in (tmp_path / "train.hlo.txt").read_text()
+    check_flops(report, pairs=512 * 512, pairs_backward=512 * 512, backward=5)
+
+
+@needs("libtpu", "tpu-aot")
+def test_the_core_is_chosen_by_name(quiet_libtpu, tmp_path):
+    plain = with_kernels(attention_kernel="jnp")
+    report = compile_(plain, tmp_path, target="v5e:2x2", dump_hlo=True, quiet=True)
+    assert any("tiled jnp core" in note for note in report.notes)
+    assert "splash" not in (tmp_path / "train.hlo.txt").read_text()
+
+
+@needs("jax_cuda12_plugin", "cuda-aot")
+def test_the_gpu_runs_triton_and_its_work_is_counted(tmp_path):
+    """Tiles of 128 leave out 6 of 16 forward, tiles of 32 leave out 120 of 256 backward."""
+    report = compile_(with_kernels(), tmp_path, target="h100:4", dump_hlo=True, quiet=True)
+    assert any("triton kernel, tiles of 128" in note for note in report.notes)
+    assert "mha_backward" in (tmp_path / "train.hlo.txt").read_text()
+    check_flops(report, pairs=10 * 128 * 128, pairs_backward=136 * 32 * 32, backward=7)
 
 
 @needs("libtpu", "tpu-aot")
