@@ -112,7 +112,8 @@ class Breakdown:
         exposed_by_axis_seconds: mesh axes -> time that the device waited for them; not measured.
         exposed_by_scope_seconds: named scope -> time that the device waited for its collectives.
         hidden_communication_seconds: collectives beside computation.
-        idle_seconds: the device did nothing.
+        idle_seconds: the device did nothing, in the middle of a step.
+        between_steps_seconds: likewise, between two steps: it waited for the host.
     """
 
     by_scope_seconds: Mapping[str, float]
@@ -122,6 +123,7 @@ class Breakdown:
     exposed_by_scope_seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     hidden_communication_seconds: float = 0.0
     idle_seconds: float = 0.0
+    between_steps_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -369,6 +371,11 @@ class Report:
             for name in shown[:_MOST_ROWS]:
                 times = (readable("seconds", column.get(name, 0.0)) for column in columns)
                 lines.append(f"| {_DIVISIONS[field]} {name or '-'} | " + " | ".join(times) + " |")
+        for field in ("hidden_communication_seconds", "idle_seconds", "between_steps_seconds"):
+            times = [getattr(breakdown, field) for breakdown in sides.values()]
+            if any(times):
+                shown = (readable(field, time) for time in times)
+                lines.append(f"| {_title(field)} | " + " | ".join(shown) + " |")
         return "\n".join(lines) if sides and len(lines) > 2 else ""
 
     def _memory_table(self) -> str:

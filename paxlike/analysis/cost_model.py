@@ -94,11 +94,10 @@ def op_time(
         hardware: of the device.
         model: the constants.
     """
-    is_kernel = instruction.opcode == "custom-call" and "gemm" not in instruction.attributes
-    kind: OpClass = "other" if not cost.flops else "kernel" if is_kernel else "matmul"
+    kind = op_class(instruction, cost)
     computing = 0.0
     if cost.flops:
-        fraction = model.kernel if is_kernel else _matmul_fraction(cost, model)
+        fraction = model.kernel if kind == "kernel" else _matmul_fraction(cost, model)
         computing = cost.flops / (fraction * hardware.peak_flops(cost.dtype))
     moving = cost.bytes / (model.hbm * hardware.hbm_bytes_per_second)
     bound: Bound = "compute" if computing >= moving and computing else "memory"
@@ -110,6 +109,14 @@ def op_time(
         return OpTime(0.0, "overhead", kind)
     overhead = model.gpu_kernel_seconds if hardware.kind == "gpu" else 0.0
     return OpTime(longest + overhead, "overhead" if overhead > longest else bound, kind)
+
+
+def op_class(instruction: Instruction, cost: Cost) -> OpClass:
+    """What kind of operation it is; a library's GEMM is a matmul, though a custom call."""
+    if not cost.flops:
+        return "other"
+    is_kernel = instruction.opcode == "custom-call" and "gemm" not in instruction.attributes
+    return "kernel" if is_kernel else "matmul"
 
 
 def estimated_cycles(instruction: Instruction) -> int:

@@ -1,5 +1,6 @@
 """`--mode=train`: train an experiment in its workdir, from where it stopped if it was started."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -10,7 +11,8 @@ from paxlike.model import build_model
 from paxlike.modes.closing import Closing, close
 from paxlike.report import Measured, Report, Spread
 from paxlike.runtime import runtime
-from paxlike.training.loop import Outcome, Profile, run
+from paxlike.training.loop import Outcome, run
+from paxlike.training.profiling import Profile, breakdown
 
 
 def train(
@@ -59,7 +61,20 @@ def train(
     closing = None
     if not quiet and not outcome.interrupted:
         closing = close(experiment, outcome, workdir)
-    return _report(experiment, outcome, closing)
+    report = _report(experiment, outcome, closing)
+    if profile is not None:
+        _add_breakdown(report, profile)
+    return report
+
+
+def _add_breakdown(report: Report, profile: Profile) -> None:
+    """Say where the traced steps' time went, or why that is unknown."""
+    try:
+        found = breakdown(profile)
+    except ValueError as error:
+        report.notes += (f"The profile has no summary: {error}.",)
+    else:
+        report.measured = dataclasses.replace(report.measured or Measured(), breakdown=found)
 
 
 def _report(experiment: Experiment, outcome: Outcome, closing: Closing | None) -> Report:

@@ -153,6 +153,7 @@ class _Trainer:
             began = time.perf_counter()
             train_step = self.train_step.lower(self.abstract, self.batch).compile()
             compile_seconds = time.perf_counter() - began
+            self.tracer.keep_program(train_step)
             self._evaluate(step)
             batch = self.feed(next(self.data))
         while step < last and not self.interrupt.requested():
