@@ -54,10 +54,12 @@ class Block(nnx.Module):
         """Advance the residual stream by one layer; arguments as in `Attention`."""
         x_BTD = checkpoint_name(x_BTD, "layer_input")
         with jax.named_scope("attention"):
-            out, cache = self.attention(_maybe(self.attention_norm, x_BTD), tokens, cache, layer)
+            entering = checkpoint_name(_maybe(self.attention_norm, x_BTD), "attention_input")
+            out, cache = self.attention(entering, tokens, cache, layer)
             x_BTD = self._add(x_BTD, out, self.attention_post_norm)
+            x_BTD = checkpoint_name(x_BTD, "mlp_residual")
         with jax.named_scope("mlp"):
-            entering = _maybe(self.mlp_norm, x_BTD)
+            entering = checkpoint_name(_maybe(self.mlp_norm, x_BTD), "mlp_input")
             auxiliary: Auxiliary = {}
             if isinstance(self.mlp, MoE):
                 out, auxiliary = self.mlp(entering, tokens)

@@ -86,7 +86,8 @@ class FeedForward(nnx.Module):
         up = checkpoint_name(add_bias(up, self.up_bias), "mlp_up")
         activation = ACTIVATIONS[config.activation]
         if gate:
-            hidden = activation(checkpoint_name(add_bias(gate[0], self.gate_bias), "mlp_gate")) * up
+            before = checkpoint_name(add_bias(gate[0], self.gate_bias), "mlp_gate")
+            hidden = checkpoint_name(activation(before), "mlp_activation") * up
         else:
             hidden = activation(up)
         hidden = checkpoint_name(hidden, "mlp_hidden")

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from paxlike.analysis.collectives import Collective
 from paxlike.analysis.liveness import LiveBuffer, Peak
+from paxlike.analysis.memory_model import Fits
 from paxlike.serialization import from_json, to_json
 from paxlike.workdir import write_atomically
 
@@ -33,7 +34,6 @@ _DIVISIONS = {
 }
 _MOST_ROWS = 12
 
-Fits = Literal["safe", "try", "no"]
 How = Literal["executed", "counted", "predicted", "simulated"]
 Verdict = Literal["reproduced", "differs", "not measured"]
 

@@ -19,6 +19,7 @@ from meshes.presets import for_generation
 from meshes.targets import Target
 from paxlike.analysis import hlo, liveness, trace
 from paxlike.analysis.cost import stated
+from paxlike.analysis.memory_model import verdict
 from paxlike.analysis.model_flops import forward_flops, mean_context, training_flops
 from paxlike.compilation import (
     DoesNotFitError,
@@ -35,13 +36,10 @@ from paxlike.describe import describe
 from paxlike.difference import diff
 from paxlike.model import build_model
 from paxlike.prediction import predict
-from paxlike.report import Compute, Fits, Memory, PeakMemory, Report
+from paxlike.report import Compute, Memory, PeakMemory, Report
 from paxlike.runtime import here, runtime
 
 STEPS: tuple[Step, ...] = ("train", "prefill", "decode")
-
-# Fragmentation, other programs and the runtime need the rest.
-SAFE_FRACTION = 0.8
 
 
 def compile_(
@@ -168,11 +166,11 @@ def _peak(module: hlo.Module, given: Inputs, program: Program) -> PeakMemory:
 def _verdict(per_device_bytes: Mapping[str, int], hardware: Hardware | None) -> Memory:
     if hardware is None:
         return Memory(per_device_bytes=per_device_bytes)
-    fraction = per_device_bytes["total"] / hardware.hbm_bytes
-    fits: Fits = "safe" if fraction <= SAFE_FRACTION else "try" if fraction <= 1 else "no"
     return Memory(
-        per_device_bytes=per_device_bytes, capacity_bytes=hardware.hbm_bytes, fits=fits
-    )  # fmt: skip
+        per_device_bytes=per_device_bytes,
+        capacity_bytes=hardware.hbm_bytes,
+        fits=verdict(per_device_bytes["total"], hardware.hbm_bytes),
+    )
 
 
 def _too_large(
