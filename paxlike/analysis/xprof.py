@@ -85,8 +85,10 @@ def measure(spans: Sequence[Span], module: hlo.Module, num_steps: int) -> Measur
         key: defaultdict(float) for key in ("scope", "class", "exposed")
     }
     hidden = idle = between = 0.0
+    num_runs = 0
     for found in devices.values():
         runs = _last_runs(found, num_steps)
+        num_runs += len(runs)
         work = _union((s.start, s.end) for s in found if not names.is_collective(s.name))
         for run in runs:
             hidden += _add_run(run, work, names, totals)
@@ -96,7 +98,7 @@ def measure(spans: Sequence[Span], module: hlo.Module, num_steps: int) -> Measur
         between += sum(
             max(0.0, after[0] - before[1]) for before, after in zip(ends, ends[1:], strict=False)
         )
-    scale = 1e-9 / (len(devices) * num_steps)
+    scale = 1e-9 / num_runs
     ordered = {
         key: {
             name: value * scale

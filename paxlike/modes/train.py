@@ -50,7 +50,8 @@ def train(
         model = build_model(experiment)
         if not quiet and jax.process_index() == 0:
             print(describe(model.abstract()), flush=True)
-        outcome = run(model, experiment, workdir, quiet=quiet, profile=profile)
+        traced = profile if jax.process_index() == 0 else None
+        outcome = run(model, experiment, workdir, quiet=quiet, profile=traced)
     if outcome.interrupted and not quiet and jax.process_index() == 0:
         print(
             f"stopped by {outcome.interrupted} after step {outcome.step} of "
@@ -62,8 +63,8 @@ def train(
     if not quiet and not outcome.interrupted:
         closing = close(experiment, outcome, workdir)
     report = _report(experiment, outcome, closing)
-    if profile is not None:
-        _add_breakdown(report, profile)
+    if traced is not None:
+        _add_breakdown(report, traced)
     return report
 
 

@@ -244,7 +244,15 @@ def test_metrics_beyond_the_restored_step_are_dropped(tmp_path):
 
 
 def test_profile_covers_its_window(tmp_path):
-    train(experiment(num_steps=6), tmp_path, quiet=True, profile_first_step=3, profile_steps=2)
+    report = train(
+        experiment(num_steps=6), tmp_path, quiet=True, profile_first_step=3, profile_steps=2
+    )
+    parts = report.measured.breakdown
+    assert {"matmul", "other"} <= set(parts.by_class_seconds)
+    assert any(scope.startswith("layer.") for scope in parts.by_scope_seconds)
+    assert (tmp_path / "trace" / "step.hlo.txt").read_text().startswith("HloModule")
+    assert (tmp_path / "trace" / "memory.prof").exists()
+    assert "| class matmul |" in report.markdown()
     assert list((tmp_path / "trace").rglob("*.xplane.pb"))
     with pytest.raises(ValueError, match="first step is 0"):
         train(experiment(), tmp_path, profile_first_step=0)
