@@ -52,6 +52,7 @@ class RopeConfig:
         original_max_position: context length before stretching.
         beta_fast: yarn: rotations above which a frequency is untouched.
         beta_slow: yarn: rotations below which a frequency is fully stretched.
+        attention_factor: yarn: multiplies queries and keys; None is 0.1 ln(factor) + 1.
     """
 
     theta: float = 10_000.0
@@ -62,6 +63,7 @@ class RopeConfig:
     original_max_position: int = 8192
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    attention_factor: float | None = None
 
     def __post_init__(self) -> None:
         if self.theta <= 0 or self.factor < 1:

@@ -44,8 +44,11 @@ def frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def attention_factor(config: RopeConfig) -> float:
-    """YaRN's temperature on queries and keys: 0.1 ln(factor) + 1; 1 for the other scalings."""
-    return 0.1 * math.log(config.factor) + 1 if config.scaling == "yarn" else 1.0
+    """YaRN's temperature on queries and keys, 0.1 ln(factor) + 1 if it is not given; else 1."""
+    if config.scaling != "yarn":
+        return 1.0
+    given = config.attention_factor
+    return 0.1 * math.log(config.factor) + 1 if given is None else given
 
 
 def tables(

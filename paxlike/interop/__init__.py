@@ -1,0 +1,1 @@
+"""Weights of other codebases: Hugging Face and GGUF, in and out."""
