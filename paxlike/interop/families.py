@@ -170,7 +170,7 @@ QWEN3 = dataclasses.replace(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     fixed=_RMS | {"qk_norm": True},
-    defaults=QWEN2.defaults | {"head_dim": 128},
+    defaults={**QWEN2.defaults, "head_dim": 128},
     biased="all",
 )
 

@@ -158,4 +158,5 @@ def _groups(side: str) -> Groups:
 
 
 def _flat(groups: Groups) -> list[str]:
-    return [letter for group in groups for letter in group]
+    """Letters in order; a dim of size 1 has no counterpart on the other side, and no place here."""
+    return [letter for group in groups for letter in group if letter != "1"]
