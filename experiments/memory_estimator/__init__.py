@@ -1,0 +1,1 @@
+"""4D memory estimator (arXiv 2411.06465): whether a layout fits, in closed form."""
