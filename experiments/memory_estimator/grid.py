@@ -9,10 +9,10 @@ counts, whatever else the compiler needs.
 
 import dataclasses
 import itertools
+import statistics
 from collections.abc import Iterator, Sequence
 
 import jax
-import scipy.stats
 
 from layers.config import FLOAT32, ModelConfig
 from meshes.axes import MeshShape
@@ -114,9 +114,10 @@ def confusion(rows: Sequence[Measured], capacity_bytes: float) -> dict[tuple[str
 
 
 def rank_correlation(rows: Sequence[Measured]) -> float:
-    """Spearman's, of the estimated total with the compiler's temporaries."""
-    estimates = [row.estimate.total for row in rows]
-    return scipy.stats.spearmanr(estimates, [row.temporary_bytes for row in rows])[0]
+    """Spearman's, of the estimated total with the compiler's temporaries; sizes must differ."""
+    sizes = ([row.estimate.total for row in rows], [row.temporary_bytes for row in rows])
+    estimates, temporaries = ([sorted(x).index(value) for value in x] for x in sizes)
+    return statistics.correlation(estimates, temporaries)
 
 
 def main() -> None:
