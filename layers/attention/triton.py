@@ -9,6 +9,7 @@ B batch, T query length, S key/value length, N query heads, K key/value heads, H
 
 import dataclasses
 import math
+import warnings
 from typing import Any
 
 import jax
@@ -81,7 +82,10 @@ class Triton:
         self, task: Task, q_BNTH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, placed: Placed
     ) -> jax.Array:
         """See `Kernel`."""
-        from jax.experimental.pallas.ops.gpu import attention as library
+        with warnings.catch_warnings():
+            # Deprecated since jax 0.12 in favour of a package of its own; still there.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            from jax.experimental.pallas.ops.gpu import attention as library
 
         block, backward = blocks(task)
         sizes = library.BlockSizes(
