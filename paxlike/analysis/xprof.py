@@ -18,6 +18,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from paxlike.analysis import hlo
 from paxlike.analysis.collectives import KINDS
 from paxlike.analysis.cost import cost_of
@@ -51,6 +53,11 @@ class Measurement:
     between_steps_seconds: float
 
 
+def can_read() -> bool:
+    """Whether this JAX reads its own traces: 0.10 does, 0.12.0 aborts in `ProfileEvent.stats`."""
+    return jax.__version_info__ < (0, 11)
+
+
 def summarise(directory: Path, program: str, num_steps: int) -> Measurement:
     """Read the newest trace below a folder.
 
@@ -62,6 +69,11 @@ def summarise(directory: Path, program: str, num_steps: int) -> Measurement:
     Raises:
         ValueError: there is no trace, or none of its events belongs to the program.
     """
+    if not can_read():
+        raise ValueError(
+            f"jax {jax.__version__} aborts the process when it reads a trace's statistics; look at "
+            "the trace with xprof, or use jax 0.10"
+        )
     from jax.profiler import ProfileData
 
     traces = sorted(directory.glob("**/*.xplane.pb"))

@@ -21,6 +21,9 @@ metadata={op_name="jit(f)/mlp/psum"}
 MS = 1_000_000  # nanoseconds
 
 
+readable = pytest.mark.skipif(not xprof.can_read(), reason="this JAX cannot read its traces")
+
+
 def spans(run, at, device="0"):
     """Product 0-4, collective 2-7, negation 9-10: 2 hidden, 3 exposed, 2 idle."""
     times = {"p": (0, 4), "r": (2, 7), "n": (9, 10)}
@@ -53,11 +56,19 @@ def test_a_trace_of_another_program():
         xprof.measure([], hlo.parse(PROGRAM), 1)
 
 
+def test_a_jax_that_cannot_read_is_told_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    with pytest.raises(ValueError, match="aborts the process"):
+        xprof.summarise(tmp_path, PROGRAM, 1)
+
+
+@readable
 def test_no_trace(tmp_path):
     with pytest.raises(ValueError, match="no trace"):
         xprof.summarise(tmp_path, PROGRAM, 1)
 
 
+@readable
 def test_a_real_trace(tmp_path):
     def f(x):
         with jax.named_scope("products"):

@@ -15,6 +15,7 @@ import pytest
 from meshes.axes import MeshShape
 from meshes.hardware import CATALOGUE
 from paxlike import checkpoint
+from paxlike.analysis import xprof
 from paxlike.checkpoint import CheckpointError, Checkpoints
 from paxlike.config import InferenceConfig
 from paxlike.data.config import DataConfig, SourceConfig
@@ -247,12 +248,15 @@ def test_profile_covers_its_window(tmp_path):
     report = train(
         experiment(num_steps=6), tmp_path, quiet=True, profile_first_step=3, profile_steps=2
     )
-    parts = report.measured.breakdown
-    assert {"matmul", "other"} <= set(parts.by_class_seconds)
-    assert any(scope.startswith("layer.") for scope in parts.by_scope_seconds)
+    if xprof.can_read():
+        parts = report.measured.breakdown
+        assert {"matmul", "other"} <= set(parts.by_class_seconds)
+        assert any(scope.startswith("layer.") for scope in parts.by_scope_seconds)
+        assert "| class matmul |" in report.markdown()
+    else:
+        assert any("aborts the process" in note for note in report.notes)
     assert (tmp_path / "trace" / "step.hlo.txt").read_text().startswith("HloModule")
     assert (tmp_path / "trace" / "memory.prof").exists()
-    assert "| class matmul |" in report.markdown()
     assert list((tmp_path / "trace").rglob("*.xplane.pb"))
     with pytest.raises(ValueError, match="first step is 0"):
         train(experiment(), tmp_path, profile_first_step=0)
