@@ -12,6 +12,12 @@ from layers import rotary
 from layers.config import ModelConfig
 from meshes.context import current, reshard
 
+# Layouts of the cache, and of what is added to it.
+_KEYS = ("layers", "act_batch", "act_kv_heads", "act_kv_seq", None)
+_SLOTS = ("act_batch", "act_kv_seq")
+_NEW_KEYS = ("act_batch", "act_kv_heads", "act_seq", None)
+_NEW = ("act_batch", "act_seq")
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,12 +151,6 @@ class Cache:
             for x in (self.k_LBKSH, self.v_LBKSH)
         )
         return k, v
-
-
-_KEYS = ("layers", "act_batch", "act_kv_heads", "act_kv_seq", None)
-_SLOTS = ("act_batch", "act_kv_seq")
-_NEW_KEYS = ("act_batch", "act_kv_heads", "act_seq", None)
-_NEW = ("act_batch", "act_seq")
 
 
 def _slots(positions_BT: jax.Array, segments_BT: jax.Array, num_slots: int) -> jax.Array:

@@ -14,6 +14,7 @@ import concurrent.futures
 import dataclasses
 import errno
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -82,9 +83,9 @@ class Checkpoints:
         return sorted(int(p.parent.name) for p in self.directory.glob(f"[0-9]*/{_SEAL}"))
 
     def ranked(self) -> list[int]:
-        """Steps of the sealed checkpoints that have a score, lowest score first."""
+        """Steps of the sealed checkpoints that have a finite score, lowest score first."""
         scores = {step: _score(self._path(step)) for step in self.steps()}
-        scored = [(score, step) for step, score in scores.items() if score is not None]
+        scored = [(x, step) for step, x in scores.items() if x is not None and math.isfinite(x)]
         return [step for _, step in sorted(scored)]
 
     def save(
@@ -186,7 +187,9 @@ class Checkpoints:
         except Exception as error:
             raise CheckpointError(_failure(path, error)) from error
         if jax.process_index() == 0:
-            kept = {*self.steps()[-self._keep :], *self.ranked()[: self._keep_best]}
+            kept = {*self.steps()[-self._keep :]}
+            if self._keep_best:
+                kept |= {*self.ranked()[: self._keep_best]}
             for step in set(self.steps()) - kept:
                 # The seal goes first: what is half removed never counts.
                 (self._path(step) / _SEAL).unlink(missing_ok=True)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from paxlike.analysis.collectives import Collective
 from paxlike.analysis.liveness import LiveBuffer, Peak
 from paxlike.analysis.memory_model import Fits
+from paxlike.markdown import flat, pairs, readable, section, table, title
 from paxlike.serialization import from_json, to_json
 from paxlike.workdir import write_atomically
 
@@ -338,17 +339,17 @@ class Report:
             f"# {self.experiment}: {self.mode} on {self.target}",
             f"{self.date}; " + ", ".join(f"{name} {v}" for name, v in self.versions.items()),
             *self.notes,
-            _section("Results", _rows(self.results)),
-            _section("Measured", _rows(_without_breakdown(self.measured))),
-            _section("Predicted", _rows(_without_breakdown(self.predicted))),
-            _section("Where the time goes", self._breakdown_table()),
-            _section("Memory of a device", self._memory_table()),
-            _section("Temporaries at the peak", self._peak_table()),
-            _section("Compute", _rows(_flat(to_json(self.compute, Compute)))),
-            _section("Collectives", _table(self.collectives, _COLLECTIVE_COLUMNS)),
-            _section("Experiments side by side", _table(self.compared)),
-            _section("Changes", _changes_table(self.changes)),
-            _section("Claims", _table(self.claims)),
+            section("Results", pairs(self.results)),
+            section("Measured", pairs(_without_breakdown(self.measured))),
+            section("Predicted", pairs(_without_breakdown(self.predicted))),
+            section("Where the time goes", self._breakdown_table()),
+            section("Memory of a device", self._memory_table()),
+            section("Temporaries at the peak", self._peak_table()),
+            section("Compute", pairs(flat(to_json(self.compute, Compute)))),
+            section("Collectives", table(self.collectives, _COLLECTIVE_COLUMNS)),
+            section("Experiments side by side", table(self.compared)),
+            section("Changes", _changes_table(self.changes)),
+            section("Claims", table(self.claims)),
             "\n\n".join(f"![{Path(plot).stem}]({plot})" for plot in self.plots),
         ]
         return "\n\n".join(part for part in parts if part) + "\n"
@@ -356,9 +357,9 @@ class Report:
     def _breakdown_table(self) -> str:
         """Predicted and measured time side by side, the longest first, of each division."""
         sides = {
-            side: section.breakdown
-            for side, section in (("predicted", self.predicted), ("measured", self.measured))
-            if section is not None and section.breakdown is not None
+            side: part.breakdown
+            for side, part in (("predicted", self.predicted), ("measured", self.measured))
+            if part is not None and part.breakdown is not None
         }
         lines = ["| | " + " | ".join(sides) + " |", "| --- " * (len(sides) + 1) + "|"]
         for field in _DIVISIONS:
@@ -375,7 +376,7 @@ class Report:
             times = [getattr(breakdown, field) for breakdown in sides.values()]
             if any(times):
                 shown = (readable(field, time) for time in times)
-                lines.append(f"| {_title(field)} | " + " | ".join(shown) + " |")
+                lines.append(f"| {title(field)} | " + " | ".join(shown) + " |")
         return "\n".join(lines) if sides and len(lines) > 2 else ""
 
     def _memory_table(self) -> str:
@@ -388,7 +389,7 @@ class Report:
             rows["capacity_bytes"] = self.memory.capacity_bytes
         if self.memory.fits is not None:
             rows["fits"] = self.memory.fits
-        return _rows(rows)
+        return pairs(rows)
 
     def _peak_table(self) -> str:
         peak = self.memory.peak if self.memory is not None else None
@@ -402,13 +403,13 @@ class Report:
         }
         rows |= {f"of it {name}_bytes": size for name, size in peak.by_category_bytes.items()}
         scopes = list(peak.by_scope_bytes.items())[:_MOST_ROWS]
-        rows |= {f"written by {name or '-'} _bytes": size for name, size in scopes}
+        rows |= {f"written by {name or '-'}_bytes": size for name, size in scopes}
         lines = [
             f"| {name.replace('_bytes', '')} | {readable(name, x)} |" for name, x in rows.items()
         ]
         return "\n".join(
             ["| quantity | value |", "| --- | --- |", *lines, "", "The largest buffers:", "",
-             _table(peak.buffers[:_MOST_ROWS])]
+             table(peak.buffers[:_MOST_ROWS])]
         )  # fmt: skip
 
 
@@ -421,32 +422,6 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def readable(name: str, value: Any) -> str:
-    """A value with the unit that its name tells, such as 12.3 ms for `step_seconds`."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return "" if value is None else str(value).replace("|", "\\|").replace("\n", " ")
-    if "per_second" in name:
-        return f"{value:,.0f} {name.partition('_per_second')[0].rpartition('.')[2]}/s"
-    if "bytes" in name:
-        return _scaled(value, "B")
-    if "flops" in name:
-        return _scaled(value, "FLOP")
-    if "seconds" in name and abs(value) < 1:
-        return f"{value * 1e3:.4g} ms" if abs(value) >= 1e-3 else f"{value * 1e6:.4g} us"
-    if "seconds" in name:
-        return f"{value:,.4g} s"
-    if "fraction" in name or name.endswith("mfu"):
-        return f"{value:.1%}"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
-
-
-def _scaled(value: float, unit: str) -> str:
-    for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
-        if abs(value) >= 10**power:
-            return f"{value / 10**power:.4g} {prefix}{unit}"
-    return f"{value:g} {unit}"
 
 
 def _keep_other_mode(workdir: Path, mode: str) -> None:
@@ -462,63 +437,19 @@ def _keep_other_mode(workdir: Path, mode: str) -> None:
                 old.replace(workdir / f"report_{other}.{suffix}")
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested JSON objects as one level, names joined with a dot."""
-    if not isinstance(value, dict):
-        return {} if value is None else {prefix: value}
-    flat: dict[str, Any] = {}
-    for name, item in value.items():
-        flat |= _flat(item, f"{prefix}.{name}" if prefix else name)
-    return flat
-
-
 def _changes_table(changes: Sequence[Change]) -> str:
     """Before and after of each figure, with the change in per cent where it existed before."""
     lines = ["| section | what | quantity | before | after | change |", "| --- " * 6 + "|"]
     for change in changes:
         before, after = (readable(change.quantity, x) for x in (change.before, change.after))
         share = f"{change.after / change.before - 1:+.1%}" if change.before else "new"
-        cells = (change.section, change.what, _title(change.quantity), before, after, share)
+        cells = (change.section, change.what, title(change.quantity), before, after, share)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) if changes else ""
 
 
-def _without_breakdown(section: Predicted | Measured | None) -> dict[str, Any]:
-    if section is None:
+def _without_breakdown(part: Predicted | Measured | None) -> dict[str, Any]:
+    if part is None:
         return {}
-    plain = dataclasses.replace(section, breakdown=None)
-    return _flat(to_json(plain, type(plain)))
-
-
-def _section(title: str, body: str) -> str:
-    return f"## {title}\n\n{body}" if body else ""
-
-
-def _rows(values: Mapping[str, Any]) -> str:
-    """A two-column table."""
-    flat = {name: value for name, value in _flat(dict(values)).items() if value is not None}
-    lines = [f"| {_title(name)} | {readable(name, value)} |" for name, value in flat.items()]
-    return "\n".join(["| quantity | value |", "| --- | --- |", *lines]) if lines else ""
-
-
-def _title(name: str) -> str:
-    words = name.replace("_bytes", "").replace("_seconds", "")
-    return words.replace("_", " ").replace(".", " ")
-
-
-def _table(rows: Sequence[Any], columns: Sequence[str] = ()) -> str:
-    """A table of dataclasses: the columns that any row uses, of those named or of all fields."""
-    named = columns or [field.name for field in (dataclasses.fields(rows[0]) if rows else ())]
-    columns = [
-        name for name in named if any(getattr(row, name) not in (None, "", ()) for row in rows)
-    ]
-    if not columns:
-        return ""
-    lines = ["| " + " | ".join(_title(column) for column in columns) + " |"]
-    lines.append("| " + " | ".join("---" for _ in columns) + " |")
-    for row in rows:
-        cells = (getattr(row, column) for column in columns)
-        shown = (", ".join(cell) if isinstance(cell, tuple) else cell for cell in cells)
-        texts = (readable(name, cell) for name, cell in zip(columns, shown, strict=True))
-        lines.append("| " + " | ".join(texts) + " |")
-    return "\n".join(lines)
+    plain = dataclasses.replace(part, breakdown=None)
+    return flat(to_json(plain, type(plain)))

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from layers.attention.masking import Masking
 from meshes.collectives.varying import varying, vma
 
 # Finite, so that differences of scores are never NaN. A running maximum starts above MASKED: the
@@ -44,19 +45,16 @@ _Tokens = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]
 class _Rule:
     """What a score is, which pairs see each other, and which tiles (i, j) have such pairs."""
 
-    causal: bool
-    window: int | None
-    scale: float
-    softcap: float | None
+    masking: Masking
     tiles: tuple[tuple[int, int], ...]
 
     def scores(self, products: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Scores of dot products, and their slope where they are soft-capped."""
-        scores = products * self.scale
-        if self.softcap is None:
+        scores = products * self.masking.scale
+        if self.masking.softcap is None:
             return scores, None
-        bent = jnp.tanh(scores / self.softcap)
-        return bent * self.softcap, 1 - bent * bent
+        bent = jnp.tanh(scores / self.masking.softcap)
+        return bent * self.masking.softcap, 1 - bent * bent
 
     def mask(self, scores: jax.Array, tokens: _Tokens) -> jax.Array:
         """Lower the scores of pairs that do not see each other; `tokens` broadcast to scores."""
@@ -64,10 +62,10 @@ class _Rule:
         allowed = []
         if q_segments is not None:
             allowed.append(q_segments == kv_segments)
-        if self.causal:
+        if self.masking.causal:
             allowed.append(q_positions >= kv_positions)
-        if self.window is not None:
-            allowed.append(q_positions - kv_positions < self.window)
+        if self.masking.window is not None:
+            allowed.append(q_positions - kv_positions < self.masking.window)
         if not allowed:
             return scores
         return jnp.where(functools.reduce(jnp.logical_and, allowed), scores, MASKED)
@@ -148,15 +146,14 @@ def attend_with_lse(
     )  # fmt: skip
     axes = frozenset().union(*(vma(x) for x in jax.tree.leaves(operands)))
     q, k, v, tokens = jax.tree.map(lambda x: varying(x, axes), operands)
+    masking = Masking(causal=causal, window=window, scale=scale, softcap=softcap)
     tiles = tuple(
         (i, j)
         for i in range(-(-length // block))
         for j in range(-(-kv_length // kv_block))
-        if not aligned
-        or (not (causal and j * kv_block >= (i + 1) * block))
-        and (window is None or i * block - ((j + 1) * kv_block - 1) < window)
+        if not aligned or masking.sees_block(i * block, block, j * kv_block, kv_block)
     )
-    rule = _Rule(causal=causal, window=window, scale=scale, softcap=softcap, tiles=tiles)
+    rule = _Rule(masking=masking, tiles=tiles)
     attended: Any = _attend(rule, q, k, v, tokens)
     out, lse = attended
     out = _join(out, 3).reshape(batch, heads, -1, head_dim)[:, :, :length]
@@ -270,7 +267,7 @@ def _backward(rule: _Rule, residuals, cotangents):
         here = _tile(tokens, i, j, (1, 2, 3), (1, 3, 4))
         s = rule.mask(s.reshape(s.shape[:3] + by_head), here).reshape(s.shape)
         p = jnp.exp(s - lse_i)
-        ds = p * (dot("bksh,bkrh->bksr", v_j, do_i) - delta_i) * rule.scale
+        ds = p * (dot("bksh,bkrh->bksr", v_j, do_i) - delta_i) * rule.masking.scale
         ds = (ds if slope is None else ds * slope).astype(q.dtype)
         return (
             _put(dq, i, _block(dq, i) + dot("bksr,bksh->bkrh", ds, k_j)),

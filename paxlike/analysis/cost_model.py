@@ -5,7 +5,7 @@ its memory time (bytes over what main memory achieves), plus a fixed overhead. T
 writes its own estimate, in cycles, next to each fusion; where it did, that is the time.
 
 `CostModel` holds every constant that is not in the hardware catalogue. They are global (no constant
-belongs to one program or one machine), and their values are reasoned, not fitted.
+belongs to one program or one machine), and reasoned from published micro-benchmarks, not fitted.
 """
 
 from __future__ import annotations

@@ -180,23 +180,6 @@ def from_model(model: ModelConfig, family: Family) -> dict[str, Any]:
     return config
 
 
-def best_family(model: ModelConfig) -> Family:
-    """The first family that can express a model.
-
-    Raises:
-        ValueError: none can; the message says what each lacks.
-    """
-    reasons = []
-    for family in FAMILIES.values():
-        try:
-            from_model(model, family)
-        except ValueError as error:
-            reasons.append(str(error))
-        else:
-            return family
-    raise ValueError(f"the model cannot be exported: {' | '.join(reasons)}")
-
-
 def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
     """Settings that change logits and in which two models differ, as `path: one, not other`."""
     one, two = (leaves(to_json(x, ModelConfig)) for x in (model, other))

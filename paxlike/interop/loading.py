@@ -7,8 +7,9 @@ a copy. Exporting gathers one tensor at a time. Names, shapes and the absence of
 before anything is read.
 """
 
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import jax
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paxlike.checkpoint import flatten
-from paxlike.interop.mapping import Index, Part, Row, Shape, Table, parts
+from paxlike.interop.mapping import Index, Part, Shape, Table, parts
 from paxlike.interop.safetensors import ToWrite
 
 # XLA's CPU client takes over a buffer that is aligned so, instead of copying it.
@@ -122,18 +123,7 @@ def _load_parameter(wanted: list[Part], leaf: Any, source: Source) -> jax.Array:
         for place in dict.fromkeys(places.values())
     }
     for part in wanted:
-        # Devices that hold other columns of the same rows share what was read.
-        latest: dict[Any, np.ndarray] = {}
-
-        def read(index: Index, name: str = part.name, latest: dict = latest) -> np.ndarray:
-            key = tuple((s.start, s.stop) for s in index[:1])
-            if key not in latest:
-                latest.clear()
-                whole = (*index[:1], *(slice(None) for _ in index[1:]))
-                latest[key] = source.read(name, whole)
-            return latest[key][(slice(None), *index[1:])]
-
-        depth = len(part.numbers)
+        read, depth = _once(source, part.name), len(part.numbers)
         for place, buffer in buffers.items():
             inside = zip(part.numbers, place[:depth], strict=True)
             if all(start <= number < stop for number, (start, stop) in inside):
@@ -141,6 +131,17 @@ def _load_parameter(wanted: list[Part], leaf: Any, source: Source) -> jax.Array:
                 buffer[at] = part.read(read, tuple(slice(*bounds) for bounds in place[depth:]))
     arrays = [jax.device_put(buffers[place], device) for device, place in places.items()]
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)
+
+
+def _once(source: Source, name: str) -> Callable[[Index], np.ndarray]:
+    """Reads rows of a tensor once for all devices that hold different columns of them."""
+
+    @functools.lru_cache(1)
+    def rows(start: int, stop: int) -> np.ndarray:
+        whole = (slice(None),) * (len(source.shapes[name]) - 1)
+        return source.read(name, (slice(start, stop), *whole))
+
+    return lambda index: rows(index[0].start, index[0].stop)[(slice(None), *index[1:])]
 
 
 def _aligned(shape: Shape, dtype: Any) -> np.ndarray:
@@ -191,6 +192,3 @@ def _take(x: jax.Array, index: tuple[jax.Array, ...]) -> jax.Array:
         x = jax.reshard(x, jax.P(None, *jax.typeof(x).sharding.spec[1:]))
         x = jax.lax.dynamic_index_in_dim(x, number, keepdims=False)
     return jax.reshard(x, jax.P(*(None for _ in x.shape)))
-
-
-__all__ = ["Row", "Source", "load", "plan", "tensors"]

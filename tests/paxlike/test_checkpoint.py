@@ -126,6 +126,21 @@ def test_only_the_newest_are_kept(mesh, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["00000003", "00000004"]
 
 
+def test_the_best_are_kept_beside_the_newest(mesh, tmp_path):
+    """A loss that is not a number is never the best, nor one that is missing."""
+    with Checkpoints(tmp_path, keep=1, keep_best=2) as checkpoints:
+        for step, score in enumerate([float("nan"), 1.0, 3.0, 2.0, None, 9.0]):
+            checkpoints.save(step, tree(mesh, step), {}, score=score)
+        checkpoints.wait()
+        assert checkpoints.steps() == [1, 3, 5]
+        assert checkpoints.ranked() == [1, 3, 5]
+    params = abstract(tree(mesh)["params"])
+    assert load_params(tmp_path, params, which="best")[0] == 1
+    assert load_params(tmp_path, params)[0] == 5
+    with pytest.raises(ValueError, match=r"no checkpoint '2' .* steps \[1, 3, 5\]"):
+        load_params(tmp_path, params, which="2")
+
+
 def test_no_checkpoint(mesh, tmp_path):
     with Checkpoints(tmp_path / "none") as checkpoints:
         assert checkpoints.restore(abstract(tree(mesh))) is None

@@ -16,7 +16,6 @@ from paxlike.report import (
     Predicted,
     Report,
     Spread,
-    readable,
 )
 
 LIVE = (
@@ -136,20 +135,3 @@ def test_a_damaged_report_is_named(text, tmp_path):
 
 def test_spread_of_an_even_number():
     assert Spread.of([1.0, 2.0, 4.0, 9.0]) == Spread(median=3.0, min=1.0, max=9.0, n=4)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "shown"),
-    [
-        ("step_seconds", 2.5e-6, "2.5 us"),
-        ("step_seconds", 61.5, "61.5 s"),
-        ("total_bytes", 999, "999 B"),
-        ("count", 1_000_000, "1,000,000"),
-        ("loss", 2.123456, "2.1235"),
-        ("hidden_fraction", 0.5, "50.0%"),
-        ("fits", True, "True"),
-        ("missing", None, ""),
-    ],
-)
-def test_readable(name, value, shown):
-    assert readable(name, value) == shown
